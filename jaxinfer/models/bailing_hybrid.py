@@ -27,7 +27,7 @@ from jaxinfer.models.experts import (
     grouped_routing,
     networks_by_layer,
 )
-from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.hf_rope import rope_config, section_theta
 from jaxinfer.models.hybrid import DELTA, FULL
 from jaxinfer.models.latent import (
     LATENT_IGNORED_TENSORS,
@@ -62,12 +62,11 @@ _NAMES = LatentNames(embed="model.word_embeddings", own="attention.", o="dense")
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     config = hf.with_defaults(_one_name_each(config), _DEFAULTS)
-    hf.supported_only(config, "tie_word_embeddings", False)  # transformers never ties them
+    config = hf.with_values(section_theta(config), {"tie_word_embeddings": False})  # never tied
     hf.supported_only(config, "no_kda_lora", True)
     hf.supported_only(config, "gated_attention_proj_granularity_type", "head_wise")
-    for key in ("mtp_loss_scaling_factor", "linear_head_dim", "linear_num_heads"):
+    for key in ("mtp_loss_scaling_factor", "linear_num_heads", "linear_conv_kernel_dim"):
         config.get(key)  # of training, and those that transformers derives
-    config.get("linear_conv_kernel_dim")
     rope = rope_config(config, hf.positive_int(config, "qk_rope_head_dim"), theta=_THETA)
     attention = replace(latent_attention(config, rope, query_rank=None), head_gate=True)
     mixers: dict[str, MixerSpec] = {FULL: attention, DELTA: _delta(config)}
@@ -113,7 +112,9 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
 def _delta(config: Mapping[str, Any]) -> DeltaConfig:
     """The mixer with the delta rule."""
     heads = hf.positive_int(config, "num_attention_heads")
-    width, floor = hf.positive_int(config, "head_dim", 128), config.get("kda_lower_bound", -5.0)
+    config.get("head_dim")  # of other heads, in files of transformers, which have the first name
+    own = hf.first_of(config, "linear_head_dim", "head_dim")
+    width, floor = hf.positive_int(config, own, 128), config.get("kda_lower_bound", -5.0)
     bounded = hf.flag(config, "kda_safe_gate", True)
     if bounded and not (isinstance(floor, float | int) and -1e4 < floor < 0):
         raise ConfigError(

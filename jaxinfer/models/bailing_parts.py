@@ -12,10 +12,11 @@ from jaxinfer.models.experts import (
     RoutingKeys,
     experts_config,
     experts_per_token,
+    gated_network,
     grouped_routing,
 )
 from jaxinfer.models.names import TensorNames
-from jaxinfer.nn.decoder_config import ExpertsConfig, FeedForwardConfig
+from jaxinfer.nn.decoder_config import ExpertsConfig
 from pallas_kernels.route.routing import Routing
 
 NAMES = TensorNames(
@@ -75,7 +76,7 @@ def _experts(config: Mapping[str, Any], routing: Routing, **more: Any) -> Expert
     width = hf.positive_int(config, "moe_intermediate_size")
     width = hf.positive_int(config, "moe_shared_expert_intermediate_size", width) * number
     if width:
-        shared = FeedForwardConfig(width=width, activation="silu", gated=True)
+        shared = gated_network(config, width)
     return experts_config(
         config,
         count="num_experts",

@@ -1,7 +1,7 @@
 """Command R and R7B (Cohere and Cohere 2): parallel blocks that share a LayerNorm without bias.
 
 Heads rotate by adjacent components; in Cohere 2 only layers with a window rotate. Logits are
-multiplied by a constant. Norms of heads, which Command R+ has, are refused.
+multiplied by a constant. Command R+ has a LayerNorm of each head.
 
 Source: ``modeling_cohere`` and ``modeling_cohere2`` of Hugging Face transformers.
 """
@@ -18,19 +18,22 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
+from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 # transformers' defaults
 _SCALE, _PATTERN = 0.0625, 4
 _THETA, _THETA_2 = 5e5, 1e4  # Cohere, Cohere 2
 _NORMS = NormSources(names=("input_layernorm",))
+_NAMES = TensorNames(stacked_norms=True)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    hf.supported_only(config, "use_qk_norm", False)
     bias, rotates, theta = hf.flag(config, "attention_bias", False), None, _THETA
+    has_norms = hf.flag(config, "use_qk_norm", False)
     if "Cohere2ForCausalLM" in config.get("architectures", ()):
+        hf.supported_only(config, "use_qk_norm", False)
         windows = _windows(config)
         rotates, theta = [window is not None for window in windows], _THETA_2
     else:
@@ -40,6 +43,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=bias,
         o_bias=bias,
+        qk_norm="layers" if has_norms else None,
         windows=windows,
         rotates=rotates,
         theta=theta,
@@ -67,6 +71,6 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 FAMILY = ModelFamily(
     name="cohere",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, norms=_NORMS, interleaved=True),
+    param_specs=partial(gqa_param_specs, norms=_NORMS, names=_NAMES, interleaved=True),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

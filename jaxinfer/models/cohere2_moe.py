@@ -20,11 +20,13 @@ from jaxinfer.models.experts import (
     expert_specs,
     experts_config,
     experts_per_token,
+    gated_network,
     networks_by_layer,
 )
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
+from jaxinfer.models.hf_rope import section_theta
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig, FeedForwardConfig
+from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 from pallas_kernels.route.routing import SCORES, Routing
 
 # transformers' defaults
@@ -35,6 +37,7 @@ _NORMS = NormSources(names=("input_layernorm",))
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    config = section_theta(config)
     bias, windows = hf.flag(config, "attention_bias", False), _windows(config)
     experts = _experts(config)
     ffns = networks_by_layer(config, experts, first=0, width=_DENSE_WIDTH)
@@ -76,7 +79,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
     number, factor = hf.layer_index(config, "num_shared_experts", 0), 1.0
     if number:
         width = number * hf.positive_int(config, "intermediate_size")
-        shared = FeedForwardConfig(width=width, activation="silu", gated=True)
+        shared = gated_network(config, width)
         factor = 1.0 if config.get(strategy) == "sum" else 0.5
     return experts_config(
         config,

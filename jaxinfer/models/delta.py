@@ -18,6 +18,10 @@ from jaxinfer.models.sources import ArraySpec, PackedHeads, Source
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.placement import Fused
 
+LINEAR_KEYS = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_conv_kernel_dim", "mamba_ssm_dtype"),
+)
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -189,7 +193,8 @@ def _conv_spec(path: str, c: DeltaConfig, tensors: Mapping[str, int]) -> ParamSp
     """The taps of the convolution; ``tensors`` are names, and the channels of each."""
     sources = tuple(Source(f"{name}.weight", (n, 1, c.conv_width)) for name, n in tensors.items())
     array = ArraySpec((c.conv_width, sum(c.channels.widths)), (None, c.channels))
-    return ParamSpec(f"{path}conv", array, sources, conv_taps)
+    # transformers saves OLMo Hybrid's in equal parts
+    return ParamSpec(f"{path}conv", array, sources, conv_taps, any_rows=True)
 
 
 def _norm_spec(path: str, c: DeltaConfig, tensor: str, norm_dtype: jnp.dtype | None) -> ParamSpec:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config
+from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, gated_network
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import windows_by_layer
-from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
+from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardSpec
 from pallas_kernels.route.routing import Routing
 
 # transformers' defaults
@@ -62,10 +62,10 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
         width="moe_intermediate_size",
         routing=Routing(hf.positive_int(config, "moe_k", _CHOSEN), renormalised=True),
         choice_bias=True,
-        shared=FeedForwardConfig(width=shared, activation="silu", gated=True) if shared else None,
+        shared=gated_network(config, shared) if shared else None,
     )
     width = hf.positive_int(config, "intermediate_size")
-    dense = FeedForwardConfig(width=width, activation="silu", gated=True)
+    dense = gated_network(config, width)
     interval = hf.positive_int(config, "moe_layer_interval", 1)
     first, last = hf.layer_index(config, "moe_layer_start_index", 1), num_layers - 1
     if config.get("moe_layer_end_index", -1) != -1:

@@ -23,6 +23,7 @@ from jaxinfer.nn.decoder_config import (
     FeedForwardSpec,
 )
 from jaxinfer.nn.placement import Axes, Fused
+from pallas_kernels.experts.stack import GATED, Activation
 from pallas_kernels.route.routing import SCORES, Groups, Routing
 
 _COUNT = "num_local_experts"
@@ -80,9 +81,10 @@ def experts_config(
     Newer files may have the number under "num_local_experts", transformers' common name. ``keys``
     are those that ``routing`` was read from, ``more_choices`` is the number of a token's choices
     besides these experts, ``more`` are further fields. Raises ``ConfigError``
-    for an activation other than SiLU, and if a token would use more experts than it may.
+    if a token would use more experts than it may.
     """
-    hf.supported_only(config, "hidden_act", "silu", "swish")
+    if "activation" not in more:
+        more["activation"] = expert_activation(hf.activation(config, "hidden_act", "silu"))
     if config.get(count) is None and config.get(_COUNT) is not None:
         count = _COUNT
     number = hf.positive_int(config, count)
@@ -99,6 +101,17 @@ def experts_config(
     return ExpertsConfig(
         count=number, width=hf.positive_int(config, width), routing=routing, **more
     )
+
+
+def expert_activation(name: str) -> Activation:
+    """What experts with gates do with a gate and an up, by the name of the gate's activation."""
+    return Activation(kind=f"{GATED}relu2" if name == "relu2" else name)
+
+
+def gated_network(config: Mapping[str, Any], width: int) -> FeedForwardConfig:
+    """A dense network with the activation of the experts."""
+    activation = hf.activation(config, "hidden_act", "silu")
+    return FeedForwardConfig(width=width, activation=activation, gated=True)
 
 
 def _in_groups(number: int, groups: Groups, keys: RoutingKeys) -> int:
@@ -133,7 +146,7 @@ def sparse_layers(config: Mapping[str, Any], experts: ExpertsConfig) -> list[Fee
     if not any(is_dense):
         return [experts] * num_layers
     width = hf.positive_int(config, "intermediate_size")
-    dense = FeedForwardConfig(width=width, activation="silu", gated=True)
+    dense = gated_network(config, width)
     return [dense if one else experts for one in is_dense]
 
 
@@ -155,7 +168,7 @@ def networks_by_layer(
     kinds = kinds or ["dense" if i < first else "sparse" for i in range(num_layers)]
     if "dense" not in kinds:
         return [experts] * num_layers
-    dense = FeedForwardConfig(width=hf.positive_int(config, width), activation="silu", gated=True)
+    dense = gated_network(config, hf.positive_int(config, width))
     return [dense if kind == "dense" else experts for kind in kinds]
 
 
@@ -182,7 +195,7 @@ def biased_experts(
         width="moe_intermediate_size",
         routing=grouped_routing(hf.with_values(config, given), scores),
         choice_bias=choice_bias,
-        shared=FeedForwardConfig(width=width, activation="silu", gated=True) if width else None,
+        shared=gated_network(config, width) if width else None,
     )
 
 

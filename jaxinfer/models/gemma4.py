@@ -20,7 +20,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import ExpertTensors, expert_specs
+from jaxinfer.models.experts import ExpertTensors, expert_activation, expert_specs
 from jaxinfer.models.gemma_parts import (
     FULL,
     IGNORED_TENSORS,
@@ -47,7 +47,6 @@ from jaxinfer.nn.ffn.beside_spec import DenseAndExpertsConfig
 from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig
 from jaxinfer.nn.mixers.shared_spec import SharedAttentionConfig
 from jaxinfer.nn.rope import RopeConfig
-from pallas_kernels.experts.stack import GEGLU, SWIGLU
 from pallas_kernels.route.routing import Routing
 
 # transformers' defaults
@@ -81,7 +80,6 @@ _TENSORS = ExpertTensors(
     up="experts.{}.up_proj",
     down="experts.{}.down_proj",
 )
-_EXPERT_ACTIVATIONS = MappingProxyType({"silu": SWIGLU, "gelu_tanh": GEGLU})
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -167,6 +165,8 @@ def _networks(
 def _mixture(config: Mapping[str, Any]) -> ExpertsConfig | None:
     """The experts beside each dense network, if there are any."""
     if not hf.flag(config, "enable_moe_block", False):
+        for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            config.get(key)
         return None
     count = hf.positive_int(config, "num_experts")
     chosen = hf.positive_int(config, "top_k_experts")
@@ -176,18 +176,13 @@ def _mixture(config: Mapping[str, Any]) -> ExpertsConfig | None:
             "('num_experts'); correct these numbers in config.json"
         )
     name = hf.activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    if name not in _EXPERT_ACTIVATIONS:
-        raise ConfigError(
-            f"config key 'hidden_activation' is {name!r}, and experts have only "
-            f"{' or '.join(map(repr, _EXPERT_ACTIVATIONS))}; use another checkpoint"
-        )
     return ExpertsConfig(
         count=count,
         width=hf.positive_int(config, "moe_intermediate_size"),
         routing=Routing(
             chosen, renormalised=True, logit_scale=hf.positive_int(config, "hidden_size") ** -0.5
         ),
-        activation=_EXPERT_ACTIVATIONS[name],
+        activation=expert_activation(name),
         expert_scale=True,
     )
 

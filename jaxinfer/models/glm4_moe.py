@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import expert_specs, experts_config, grouped_routing
+from jaxinfer.models.experts import expert_specs, experts_config, gated_network, grouped_routing
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import windows_by_layer
-from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
+from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardSpec
 
 _PARTIAL_ROTARY = 0.5  # transformers' default
 
@@ -38,7 +38,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpec]:
     """The network of each layer: dense in the first ones."""
     each = hf.positive_int(config, "moe_intermediate_size")
-    shared = each * hf.positive_int(config, "n_shared_experts", 1)
+    shared = each * hf.layer_index(config, "n_shared_experts", 1)
     given = {"norm_topk_prob": hf.flag(config, "norm_topk_prob", True)}
     experts = experts_config(
         config,
@@ -46,10 +46,10 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
         width="moe_intermediate_size",
         routing=grouped_routing(hf.with_values(config, given), "sigmoid"),
         choice_bias=True,
-        shared=FeedForwardConfig(width=shared, activation="silu", gated=True),
+        shared=gated_network(config, shared) if shared else None,
     )
     width = hf.positive_int(config, "intermediate_size")
-    dense = FeedForwardConfig(width=width, activation="silu", gated=True)
+    dense = gated_network(config, width)
     first = min(hf.layer_index(config, "first_k_dense_replace", 1), num_layers)
     return [*[dense] * first, *[experts] * (num_layers - first)]
 

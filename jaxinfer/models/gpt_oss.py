@@ -60,6 +60,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
             f"config key 'experts_per_token' is {other!r} and 'num_experts_per_tok' {chosen}; make "
             "them equal"
         )
+    config.get("hidden_act")  # the experts' is fixed
     experts = experts_config(
         config,
         count="num_local_experts",

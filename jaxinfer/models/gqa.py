@@ -368,12 +368,7 @@ def _head_specs(
         counts = (mixer.num_heads, mixer.num_kv_heads)
         axis = Fused("heads", tuple(count * mixer.head_dim for count in counts), counts)
         array = ArraySpec((sum(axis.widths),), (axis,), config.norm_dtype)
-        sources = tuple(
-            Source(f"{source}{name}.norms.{i}.weight", (mixer.head_dim,), rows=rows(1))
-            for name, count in zip(names.qk_norms, counts, strict=True)
-            for i in range(count)
-        )
-        yield ParamSpec(path + "qk_norms", array, sources, join)
+        yield ParamSpec(path + "qk_norms", array, _head_norms(source, mixer, names, rows(1)), join)
     elif mixer.qk_norm == "all_heads":
         widths = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
         axis = Fused("heads", widths, (mixer.num_heads, mixer.num_kv_heads))
@@ -383,3 +378,18 @@ def _head_specs(
             for name, width in zip(names.qk_norms, widths, strict=True)
         )
         yield ParamSpec(path + "qk_norms", array, sources, join)
+
+
+def _head_norms(
+    source: str, mixer: AttentionConfig, names: TensorNames, order: RotaryRows | None
+) -> tuple[Source, ...]:
+    """The weights of a norm of each head: tensors of their own, or parts of two."""
+    heads = [
+        (f"{source}{name}", count, i)
+        for name, count in zip(names.qk_norms, (mixer.num_heads, mixer.num_kv_heads), strict=True)
+        for i in range(count)
+    ]
+    width = mixer.head_dim
+    if names.stacked_norms:
+        return tuple(Source(f"{n}.weight", (c, width), part=i, rows=order) for n, c, i in heads)
+    return tuple(Source(f"{n}.norms.{i}.weight", (width,), rows=order) for n, _, i in heads)

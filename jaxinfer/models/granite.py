@@ -19,7 +19,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import experts_config, experts_per_token
+from jaxinfer.models.experts import experts_config, experts_per_token, gated_network
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_param_specs
 from jaxinfer.models.granite_parts import granite_config, granite_expert_specs
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
@@ -96,7 +96,7 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 def _shared(config: Mapping[str, Any]) -> FeedForwardConfig | None:
     """The network of all tokens, if there is one."""
     width = hf.layer_index(config, "shared_intermediate_size", 0)
-    return FeedForwardConfig(width=width, activation="silu", gated=True) if width else None
+    return gated_network(config, width) if width else None
 
 
 FAMILY = ModelFamily(

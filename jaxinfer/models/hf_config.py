@@ -14,7 +14,8 @@ from typing import Any, cast
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.hf_keys import REMOVE_KEY
-from jaxinfer.nn.activations import ACTIVATIONS, OTHER_NAMES
+from jaxinfer.nn.activations import OTHER_NAMES
+from pallas_kernels.lib.activations import ACTIVATIONS
 
 type HFConfig = Mapping[str, Any]
 

@@ -169,6 +169,15 @@ def without_partial(config: HFConfig, derived: float) -> HFConfig:
     return with_values(_without(config, _PARTIAL), {_PARTIAL: None})
 
 
+def section_theta(config: HFConfig) -> HFConfig:
+    """The config without a base beside that of ``rope_parameters``: transformers writes the
+    default of some families there.
+    """
+    given, _ = config.get(SECTIONS[1]), config.get(_THETA)
+    has_one = isinstance(given, Mapping) and given.get(_THETA) is not None
+    return with_values(config, {_THETA: None}) if has_one else config
+
+
 def _sections(config: HFConfig) -> dict[str, Mapping[str, Any]]:
     found = {place: config.get(place) for place in SECTIONS}
     return {place: section for place, section in found.items() if isinstance(section, Mapping)}

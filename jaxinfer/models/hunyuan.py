@@ -16,12 +16,12 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config
+from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, gated_network
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import ROPE_KEYS, SECTIONS, rope_config
 from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig, FeedForwardConfig
+from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 from jaxinfer.nn.rope import RopeConfig
 from pallas_kernels.route.routing import Routing
 
@@ -102,7 +102,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
         count="num_experts",
         width="intermediate_size",
         routing=Routing(chosen, renormalised=True),
-        shared=FeedForwardConfig(width=width, activation="silu", gated=True),
+        shared=gated_network(config, width),
     )
 
 

@@ -13,15 +13,19 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.delta import delta_config
-from jaxinfer.models.experts import ExpertTensors, experts_config, experts_per_token
+from jaxinfer.models.delta import LINEAR_KEYS, delta_config
+from jaxinfer.models.experts import (
+    ExpertTensors,
+    experts_config,
+    experts_per_token,
+    gated_network,
+)
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config
 from jaxinfer.models.params import plus_one, stack_plus_one
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
     ExpertsConfig,
-    FeedForwardConfig,
     FeedForwardSpec,
 )
 from pallas_kernels.route.routing import Routing
@@ -59,6 +63,8 @@ def hybrid_config(
         norm_dtype=jnp.dtype(jnp.float32),
         ffns=ffns,
     )
+    for key in LINEAR_KEYS if DELTA not in kinds else ():
+        config.get(key)
     delta = delta_config(config) if DELTA in kinds else None
     layers = []
     for layer, kind in zip(decoder.layers, kinds, strict=True):
@@ -78,11 +84,7 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
 
 def gated_experts(config: Mapping[str, Any], *, renormalised: bool = True) -> ExpertsConfig:
     """Experts, and one for all tokens that a gate weights."""
-    shared = FeedForwardConfig(
-        width=hf.positive_int(config, "shared_expert_intermediate_size"),
-        activation="silu",
-        gated=True,
-    )
+    shared = gated_network(config, hf.positive_int(config, "shared_expert_intermediate_size"))
     return experts_config(
         config,
         count="num_experts",

@@ -70,6 +70,7 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
     if hf.positive_int(config, key, _NUM_EXPERTS) == 1:
         config.get("num_experts_per_tok")
         return [dense] * num_layers
+    hf.supported_only(config, "hidden_act", "silu", "swish")  # also after the convolution
     experts = experts_config(
         hf.with_values(config, {"num_experts": hf.positive_int(config, key, _NUM_EXPERTS)}),
         count="num_experts",

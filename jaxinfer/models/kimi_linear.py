@@ -6,6 +6,7 @@ from the second one on have DeepSeek-V3's experts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -72,7 +73,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     num_layers = hf.positive_int(config, "num_hidden_layers")
     hf.supported_only(config, "hidden_act", "silu", "swish")  # also after the convolution
     hf.supported_only(config, "mla_use_nope", True)
-    hf.supported_only(config, "tie_word_embeddings", False)  # transformers never ties them
+    config = hf.with_values(config, {"tie_word_embeddings": False})  # they never are
     for unused in ("head_dim", "rope_theta"):  # published, but nothing rotates
         config.get(unused)
     section = _section(config)
@@ -137,6 +138,8 @@ def _delta(config: Mapping[str, Any], section: Mapping[str, Any]) -> DeltaConfig
     """The mixer with the delta rule; transformers' keys count where the section has none."""
     sizes = {}
     for key, other in _SIZES.items():
+        if section.get(key) is not None:
+            hf.supported_only(config, other, section[key])
         value = config.get(other) if section.get(key) is None else section[key]
         sizes[key] = hf.positive_int({f"{_SECTION}.{key}": value}, f"{_SECTION}.{key}")
     heads, width = sizes["num_heads"], sizes["head_dim"]
@@ -187,4 +190,6 @@ FAMILY = ModelFamily(
         mixers=channel_delta_specs,
     ),
     ignored_tensors=LATENT_IGNORED_TENSORS,
+    # of dense layers, as transformers saves them
+    other_names=((rf"{re.escape(_MOE)}(gate|up|down)_proj", r"mlp.\1_proj"),),
 )

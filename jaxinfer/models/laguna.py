@@ -16,7 +16,13 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, networks_by_layer
+from jaxinfer.models.experts import (
+    ExpertTensors,
+    expert_specs,
+    experts_config,
+    gated_network,
+    networks_by_layer,
+)
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import SECTIONS, ropes_by_kind
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
@@ -25,7 +31,6 @@ from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
     ExpertsConfig,
-    FeedForwardConfig,
 )
 from pallas_kernels.route.routing import Routing
 
@@ -122,7 +127,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
         width="moe_intermediate_size",
         routing=routing,
         choice_bias=True,
-        shared=FeedForwardConfig(width=width, activation="silu", gated=True),
+        shared=gated_network(config, width),
     )
 
 

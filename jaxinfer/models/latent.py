@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.experts import expert_specs
+from jaxinfer.models.experts import expert_specs, gated_network
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, ExpertSpecs, MixerSpecs, outer_specs
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
@@ -173,7 +173,7 @@ def shared_experts(
     if not count:
         return None
     width = count * hf.positive_int(config, "moe_intermediate_size")
-    return FeedForwardConfig(width=width, activation="silu", gated=True, bias=bias)
+    return replace(gated_network(config, width), bias=bias)
 
 
 @dataclass(frozen=True)

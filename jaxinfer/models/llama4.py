@@ -18,7 +18,13 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import ExpertTensors, expert_axes, experts_config, router_specs
+from jaxinfer.models.experts import (
+    ExpertTensors,
+    expert_axes,
+    experts_config,
+    gated_network,
+    router_specs,
+)
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import rotating_layers
 from jaxinfer.models.linears import dense_linears, linear_specs
@@ -30,7 +36,6 @@ from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
     ExpertsConfig,
-    FeedForwardConfig,
     FeedForwardSpec,
 )
 from pallas_kernels.route.routing import Routing
@@ -110,10 +115,10 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
         width="intermediate_size",
         routing=Routing(1, "sigmoid"),
         weighs_inputs=True,
-        shared=FeedForwardConfig(width=width, activation="silu", gated=True),
+        shared=gated_network(config, width),
     )
     wide = hf.positive_int(config, "intermediate_size_mlp", 2 * width)
-    dense = FeedForwardConfig(width=wide, activation="silu", gated=True)
+    dense = gated_network(config, wide)
     return [experts if i in listed else dense for i in known]
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config
+from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, gated_network
 from jaxinfer.models.gqa import outer_specs
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.latent import (
@@ -29,7 +29,7 @@ from jaxinfer.models.latent import (
     latent_layer_specs,
 )
 from jaxinfer.models.params import ParamSpec
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig, FeedForwardConfig, LayerSpec
+from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig, LayerSpec
 from jaxinfer.nn.ffn.shortcut_spec import ShortcutExpertsConfig, ShortcutResidual
 from pallas_kernels.route.routing import Routing
 
@@ -72,9 +72,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         scale=mixer.scale * (width / mixer.query_rank) ** 0.5,
         latent_scale=(width / mixer.rank) ** 0.5,
     )
-    dense = FeedForwardConfig(
-        width=hf.positive_int(own, "ffn_hidden_size"), activation="silu", gated=True
-    )
+    dense = gated_network(own, hf.positive_int(own, "ffn_hidden_size"))
     both = ShortcutExpertsConfig(dense=dense, mixture=_experts(own))
     layers = (LayerSpec(mixer, both), LayerSpec(mixer, dense)) * num_layers
     lengths = rope.lengths(hf.positive_int(config, "max_position_embeddings"))

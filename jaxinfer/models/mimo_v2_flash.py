@@ -43,15 +43,13 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     default = [_SPARSE if i else _DENSE for i in range(num_layers)]
     ffns = _by_layer(config, "mlp_layer_types", "moe_layer_freq", (_DENSE, _SPARSE), default)
     given = {"mlp_layer_types": ffns, "moe_layer_freq": None}
-    part = config.get("partial_rotary_factor")
-    part = _ROTATED if part is None else hf.positive_float(config, "partial_rotary_factor")
     rope, local = ropes_by_kind(
         config,
         head_dim,
         theta=_THETA,
         local_theta=_LOCAL_THETA,
         local_key="swa_rope_theta",
-        partials=(part, part),
+        partials=(_part(config, _FULL), _part(config, _SLIDING)),
     )
     scale = config.get("attention_value_scale", _VALUE_SCALE)
     scale = 1.0 if scale is None else hf.positive_float(config, "attention_value_scale", scale)
@@ -96,6 +94,16 @@ def _check_published(config: Mapping[str, Any], heads: int, head_dim: int, value
     hf.supported_only(config, "add_full_attention_sink_bias", False)
     hf.supported_only(config, "n_shared_experts", 0)
     config.get("attention_chunk_size")  # which the published code does not use
+
+
+def _part(config: Mapping[str, Any], kind: str) -> float:
+    """The default part of a head that rotates, which in transformers scaled ropes do not have."""
+    if config.get("partial_rotary_factor") is not None:
+        return hf.positive_float(config, "partial_rotary_factor")
+    given = config.get("rope_parameters")
+    own = given.get(kind, given) if isinstance(given, Mapping) else {}
+    scales = isinstance(own, Mapping) and own.get("rope_type", "default") != "default"
+    return 1.0 if scales else _ROTATED
 
 
 def _window(config: Mapping[str, Any]) -> int:

@@ -22,6 +22,7 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import MIXTRAL_TENSORS, expert_specs, experts_config, experts_per_token
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
+from jaxinfer.models.hf_rope import without_partial
 from jaxinfer.models.hybrid import DELTA, FULL
 from jaxinfer.models.lightning import lightning_specs
 from jaxinfer.nn.decoder_config import DecoderSpec
@@ -51,16 +52,18 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     if config.get("sliding_window") is not None:
         window = hf.positive_int(config, "sliding_window")
     routing = Routing(experts_per_token(config), renormalised=True)
+    hf.supported_only(config, "hidden_act", "silu", "swish")  # also of lightning attention
     experts = experts_config(
         config, count="num_local_experts", width="intermediate_size", routing=routing
     )
     head_dim = hf.head_dim(config)
+    part = hf.positive_int(config, "rotary_dim", head_dim) / head_dim
     decoder = gqa_config(
-        config,
+        without_partial(config, part),
         dtype,
         head_dim=head_dim,
         theta=_THETA,
-        partial_rotary=hf.positive_int(config, "rotary_dim", head_dim) / head_dim,
+        partial_rotary=part,
         windows=(window,) * len(kinds),
         ffns=[experts] * len(kinds),
     )

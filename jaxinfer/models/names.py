@@ -26,6 +26,7 @@ class TensorNames(NamedTuple):
     into: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    stacked_norms: bool = False
     packed: bool = False
     gate: str | None = None
     groups: int = 0

@@ -90,8 +90,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     older = {key: config.get(name) for name, key in _OLDER.items()}
     config = hf.with_values(config, {key: v for key, v in older.items() if v is not None})
     hf.supported_only(config, "mamba_hidden_act", "silu", "swish")
-    hf.supported_only(config, "attention_bias", False)
-    hf.supported_only(config, "tie_word_embeddings", False)
+    for unused in ("tie_word_embeddings", "attention_bias", "sliding_window"):
+        config.get(unused)  # as in transformers
     for unused in (*_UNUSED, "num_logits_to_keep", "residual_in_fp32", "mamba_proj_bias"):
         config.get(unused)
     for unused in ("mamba_expand", "rescale_prenorm_residual", "rms_norm_eps", "norm_eps"):

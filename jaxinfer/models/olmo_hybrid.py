@@ -90,4 +90,6 @@ FAMILY = ModelFamily(
         mixers=separate_delta_specs,
     ),
     ignored_tensors=(*GQA_IGNORED_TENSORS, r"mtp\..*"),
+    # as transformers saves layers with attention
+    other_names=(("feedforward_layer_norm", "post_attention_layernorm"),),
 )

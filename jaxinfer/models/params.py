@@ -45,6 +45,8 @@ class ParamSpec:
 
     ``finish`` makes the parameter, or a piece of it, of what ``build`` returned, on the devices,
     with the same shapes.
+    With ``any_rows`` the sources together are the rows of ``build``'s only argument, and a file may
+    divide them among the tensors otherwise.
     ``matrix`` says that the sources are weights of products, which may stay quantised
     (``models.quantised``), and how the array and its sources are laid out:
 
@@ -66,6 +68,7 @@ class ParamSpec:
     finish: Callable[[Any], Any] | None = None
     matrix: Literal["out_in", "in_out", "rows", "experts", "experts_in_out"] | None = None
     interleaved: bool = False
+    any_rows: bool = False
     division: Division | None = None  # if the arrays are those of several devices
 
     def __post_init__(self) -> None:
@@ -288,7 +291,7 @@ def _split_outputs(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndar
 
 
 def _split(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
-    return np.split(array, np.cumsum([source.shape[0] for source in sources])[:-1])
+    return np.split(array, np.cumsum([source.own_shape[0] for source in sources])[:-1])
 
 
 def _split_flat(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:

@@ -89,14 +89,14 @@ class Source(NamedTuple):
         """The tensor, an array or ``Quantised``, with its rows in the order of ``rows``."""
         if self.rows is None:
             return tensor
-        order = self.rows.order(self.shape[0])
+        order = self.rows.order(self.own_shape[0])
         return tensor.rows(order) if isinstance(tensor, Quantised) else tensor[order]
 
     def unordered(self, array: np.ndarray) -> np.ndarray:
         """The inverse of ``ordered``."""
         if self.rows is None:
             return array
-        return array[np.argsort(self.rows.order(self.shape[0]))]
+        return array[np.argsort(self.rows.order(self.own_shape[0]))]
 
 
 @dataclass(frozen=True)

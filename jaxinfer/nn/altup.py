@@ -22,13 +22,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.activations import ACTIVATIONS
 from jaxinfer.nn.altup_spec import AltUpEndConfig, AltUpMixerConfig
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.linear import Carried, Norm, Stream, linear, normalised, whole
 from jaxinfer.nn.residual import Add
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
+from pallas_kernels.lib.activations import ACTIVATIONS
 from pallas_kernels.lib.numerics import rms_norm
 
 _SMALLEST = 1e-5  # of the mean square of a projection that is scaled

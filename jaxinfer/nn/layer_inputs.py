@@ -17,11 +17,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.activations import ACTIVATIONS
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig
 from jaxinfer.nn.linear import Norm, Outputs, Stream, linear
 from jaxinfer.nn.weight import param, weight
+from pallas_kernels.lib.activations import ACTIVATIONS
 from pallas_kernels.lib.numerics import rms_norm
 
 

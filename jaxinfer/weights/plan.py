@@ -6,7 +6,7 @@ Owns: the checks of names, shapes, dtypes and completeness.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.models.params import ParamSpec, by_path
-from jaxinfer.models.sources import ArraySpec
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from pallas_kernels.lib.quantised import Form
 
@@ -96,6 +96,7 @@ def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...
     sources = (source for spec in model.declared_specs for source in spec.sources)
     # once each: the parts of a stack are sources of their own
     needed = dict.fromkeys(canonical_name(family, source.name) for source in sources)
+    own_names = _with_other_names(family, own_names, needed)
     if missing := [name for name in needed if name not in own_names]:
         raise CheckpointError(
             f"the checkpoint has no {_listed(missing)}, which {model.architecture} needs; "
@@ -113,8 +114,9 @@ def _plan_param(
 ) -> PlannedParam:
     names = tuple(own_names[canonical_name(model.family, source.name)] for source in spec.sources)
     infos = [checkpoint.tensors[name] for name in names]
+    divided = spec.any_rows and _same_rows(infos, spec.sources)
     for name, info, source in zip(names, infos, spec.sources, strict=True):
-        if info.shape != source.shape:
+        if info.shape != source.shape and not divided:
             raise CheckpointError(
                 f"tensor {name}{_place(info)} has shape {info.shape} instead of {source.shape}; "
                 "check that config.json belongs to these weights"
@@ -129,12 +131,35 @@ def _plan_param(
     return PlannedParam(spec, arrays, names, sum(info.nbytes for info in distinct.values()))
 
 
+def _with_other_names(
+    family: ModelFamily, own_names: Mapping[str, str], needed: Collection[str]
+) -> dict[str, str]:
+    """The tensors' names by the specs' ones, where some have another (``ModelFamily``)."""
+    found = dict(own_names)
+    for name, own in own_names.items() if family.other_names else ():
+        for pattern, meant in family.other_names:
+            other = re.sub(pattern, meant, name)
+            if name not in needed and other in needed and other not in own_names:
+                found[other] = own
+    return found
+
+
+def _same_rows(infos: Sequence[TensorInfo], sources: Sequence[Source]) -> bool:
+    """True if the tensors together have the sources' rows."""
+    stored, needed = [one.shape for one in infos], [one.shape for one in sources]
+    if {shape[1:] for shape in stored} != {shape[1:] for shape in needed}:
+        return False
+    return sum(shape[0] for shape in stored) == sum(shape[0] for shape in needed)
+
+
 def _refuse_unexpected(model: Model, checkpoint: Checkpoint, names: list[str]) -> None:
     patterns = [re.compile(pattern) for pattern in model.family.ignored_tensors]
     unexpected = [
         name
         for name in names
-        if not any(p.fullmatch(canonical_name(model.family, name)) for p in patterns)
+        # a network of no columns, as of no experts that all tokens use, computes nothing
+        if 0 not in checkpoint.tensors[name].shape
+        and not any(p.fullmatch(canonical_name(model.family, name)) for p in patterns)
     ]
     if unexpected:
         raise CheckpointError(

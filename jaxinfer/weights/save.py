@@ -64,7 +64,8 @@ class ParamsCheckpoint:
         if spec.sources[number].part is None:
             tensor = found[number]
         else:
-            tensor = np.stack(found) if part is None else found[part]
+            own = [one for one, its in zip(found, spec.sources, strict=True) if its.name == name]
+            tensor = np.stack(own) if part is None else own[part]
         return np.asarray(tensor, _dtype_of(spec, self._model))
 
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:

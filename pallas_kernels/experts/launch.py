@@ -33,6 +33,7 @@ MMA_TOKENS = 8  # multiple of N of a wgmma
 ITEM_BYTES = 2
 SMEM_BYTES = 224 << 10  # of an SM, without barriers
 DTYPES = ("bfloat16", "float16")
+KINDS = ("silu", "gelu_tanh")  # of activations
 FEW_TOKENS = 128  # at most so many are multiplied by ``decode``
 ALL_TOKENS = 64  # at most so many are all multiplied by every expert in use
 ALL_TOKENS_QUANTISED = 16  # the same, where weights are unpacked before
@@ -203,6 +204,8 @@ def supports(args: ExpertsArgs) -> str | None:
         return "there are no tokens"
     if args.activation.halves == 1:
         return f"the activation is {args.activation.kind}, without gates"
+    if args.activation.kind not in KINDS:
+        return f"the activation is {args.activation.kind}, not one of {', '.join(KINDS)}"
     for stack in (args.gate_up, args.down):
         if isinstance(stack, Quantised) and (reason := _unfit(stack, dtype)) is not None:
             return reason

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.lib.activations import ACTIVATIONS
 from pallas_kernels.lib.arrangements import arrangement_of
 from pallas_kernels.lib.quantised import Quantised, dequantised
 
@@ -23,13 +24,14 @@ class Activation(NamedTuple):
     The default is SwiGLU (Shazeer 2020, arXiv:2002.05202). gpt-oss has limit 7, alpha 1.702 and
     shift 1 (``GptOssExperts`` of Hugging Face transformers). Of the kind "gelu_tanh" it is
     GELU(gate) * up, with the approximation by tanh, as in Gemma 4; of the kind "relu2" there are no
-    gates, and it is the square of ReLU (Nemotron 3). The other fields do not count then.
+    gates, and it is the square of ReLU (Nemotron 3). Other kinds are names of activations of gates
+    (``lib.activations``), ``GATED`` before "relu2". The other fields do not count then.
     """
 
     limit: float | None = None
     alpha: float = 1.0
     shift: float = 0.0
-    kind: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    kind: str = "silu"
 
     @property
     def halves(self) -> int:
@@ -44,13 +46,14 @@ class Activation(NamedTuple):
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """The hidden values of gates and ups of any shape."""
-        if self.kind == "gelu_tanh":
-            return jax.nn.gelu(gate, approximate=True) * up
+        if self.kind != "silu":
+            return ACTIVATIONS[self.kind.removeprefix(GATED)](gate) * up
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + self.shift)
 
 
+GATED = "gated_"
 SWIGLU = Activation()
 GEGLU = Activation(kind="gelu_tanh")
 RELU2 = Activation(kind="relu2")

@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.activations import ACTIVATIONS, xielu
+from jaxinfer.nn.activations import xielu
 from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
 from jaxinfer.nn.linear import (
@@ -30,6 +30,7 @@ from jaxinfer.nn.linear import (
     scaled,
 )
 from jaxinfer.nn.weight import param, weight
+from pallas_kernels.lib.activations import ACTIVATIONS
 from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_mlp.api import MlpArgs, quantised_mlp
 
