@@ -139,6 +139,19 @@ def _state_2(groups: str) -> Callable[[str, np.ndarray, HFConfig], Named]:
     return convert
 
 
+def _nemotron_h_moe(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Stacks of experts have the names of other families."""
+    match = re.match(r"backbone\.layers\.(\d+)\.mixer\.(experts|gate\.e_score)", name)
+    if match is None:
+        yield from _state_2("n_groups")(name, tensor, c)
+        return
+    if match[2] == "experts":
+        kind = "up" if "up_proj" in name else "down"
+        yield f"blk.{match[1]}.ffn_{kind}_exps.weight", tensor
+    else:
+        yield f"blk.{match[1]}.exp_probs_b.bias", tensor
+
+
 def _granite_hybrid(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     if ".mamba." in name:
         yield from _state_2("mamba_n_groups")(name, tensor, c)
@@ -227,7 +240,8 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     "bloom": _each_head("n_head"),
     "stablelm": _stablelm,
     **dict.fromkeys(
-        ("glm4moe", "dots1", "ernie4_5-moe", "minimax-m2", "afmoe", "exaone-moe"), _correction
+        ("glm4moe", "dots1", "ernie4_5-moe", "minimax-m2", "afmoe", "exaone-moe", "bailingmoe2"),
+        _correction,
     ),
     "deepseek2": _latent,
     "mistral4": _stacks,
@@ -237,6 +251,7 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     **dict.fromkeys(("mamba", "jamba"), _state),
     "mamba2": _state_2("n_groups"),
     "nemotron_h": _state_2("n_groups"),
+    "nemotron_h_moe": _nemotron_h_moe,
     "falcon-h1": _falcon_h1,
     "granitehybrid": _granite_hybrid,
     **dict.fromkeys(("lfm2", "lfm2moe"), _short_conv),

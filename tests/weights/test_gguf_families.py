@@ -158,7 +158,7 @@ WITHOUT_EFFECT_OF = {
     "ernie4_5-moe": {"expert_shared_feed_forward_length"},
     "mamba": {"context_length"},
     "mamba2": {"context_length"},
-    "nemotron_h": {"rope.dimension_count", "rope.freq_base"},
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), {"rope.dimension_count", "rope.freq_base"}),
 }
 
 

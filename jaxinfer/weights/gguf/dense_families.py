@@ -145,7 +145,7 @@ DENSE_FAMILIES: Mapping[str, Any] = MappingProxyType(
             "CohereForCausalLM",
             "cohere",
             options=_LAYER_NORM,
-            present=QKV_BIAS,
+            present={**QKV_BIAS, "use_qk_norm": "attn_q_norm.weight"},
             readers=(number("logit_scale", "logit_scale"),),
         ),
         "cohere2": Family(

@@ -264,6 +264,42 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
                 _SIGMOID,
             ),
         ),
+        # llama.cpp takes a softmax of the two highest scores for the model's own routing
+        "phimoe": Family(
+            "PhimoeForCausalLM",
+            "phimoe",
+            present=QKV_BIAS,
+            readers=(
+                counts(num_local_experts=_COUNT, num_experts_per_tok=_USED),
+                lambda meta: {"lm_head_bias": meta.has_tensor("output.bias")},
+                _SOFTMAX,
+                # the model's, though llama.cpp computes without it
+                lambda meta: {
+                    "sliding_window": meta.count_if_set("attention.sliding_window", 0) or None
+                },
+            ),
+        ),
+        "bailingmoe2": Family(
+            "BailingMoeV2ForCausalLM",
+            "bailing_moe_v2",
+            fixed={"norm_topk_prob": True, "score_function": "sigmoid", "use_qk_norm": True},
+            options={"partial": True},
+            present={"moe_router_enable_expert_bias": ("exp_probs_b.bias", "exp_probs_b")},
+            readers=(
+                _SIZES,
+                _SIGMOID,
+                constant("expert_weights_norm", True),
+                _set_count("n_group", "expert_group_count", 1),
+                _set_count("topk_group", "expert_group_used_count", 1),
+                number("routed_scaling_factor", "expert_weights_scale", 1.0),
+                _set_count("num_shared_experts", "expert_shared_count"),
+                lambda meta: {
+                    "moe_shared_expert_intermediate_size": meta.count_if_set(_SHARED_WIDTH, 0)
+                    or meta.count(_WIDTH)
+                },
+                _set_count("first_k_dense_replace", _DENSE),
+            ),
+        ),
         "afmoe": Family(
             "AfmoeForCausalLM",
             "afmoe",

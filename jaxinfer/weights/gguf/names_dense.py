@@ -130,7 +130,7 @@ _GEMMA_NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm",
 _GEMMA = replace(DECODER, layouts=_plus_one(*_GEMMA_NORMS))
 _GEMMA2 = replace(_GEMMA, layer=SANDWICH)
 _GEMMA3 = replace(_GEMMA2, layouts=_plus_one(*_GEMMA_NORMS, "attn_q_norm", "attn_k_norm"))
-_COHERE = replace(DECODER, layer=_without(DECODER, "ffn_norm", "attn_q_norm", "attn_k_norm"))
+_COHERE = replace(DECODER, layer=_without(DECODER, "ffn_norm"))
 _STABLELM = replace(
     DECODER,
     layer={

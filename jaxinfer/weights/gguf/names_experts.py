@@ -236,6 +236,20 @@ _HY_V3 = replace(
     },
     bare=dict.fromkeys(("exp_probs_b", "exp_probs_b.bias"), "mlp.expert_bias"),
 )
+_BAILING = replace(
+    DECODER,
+    model={**DECODER.model, "token_embd": "model.word_embeddings"},
+    layer={
+        **DECODER.layer,
+        **EXPERTS,
+        **_shared("mlp.shared_experts"),
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
+        "attn_q_norm": "attention.query_layernorm",
+        "attn_k_norm": "attention.key_layernorm",
+    },
+    bare=dict.fromkeys(("exp_probs_b", "exp_probs_b.bias"), "mlp.gate.expert_bias"),
+)
 # by the model_type of config.json
 EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
     {
@@ -261,6 +275,7 @@ EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "minimax_m2": _MINIMAX,
         "phimoe": replace(DECODER, layer={**DECODER.layer, **_W123}),
         "afmoe": _AFMOE,
+        "bailing_moe_v2": _BAILING,
         "granitemoe": _GRANITE_MOE,
         "granitemoeshared": _GRANITE_MOE,
     }

@@ -101,7 +101,15 @@ _NEMOTRON_H = replace(
         "attn_output": "mixer.o_proj",
         "ffn_up": "mixer.up_proj",
         "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "ffn_up_exps": "mixer.experts.{}.up_proj",
+        "ffn_down_exps": "mixer.experts.{}.down_proj",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
     },
+    bare={**_MAMBA2.bare, "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
 )
 _JAMBA = replace(
     DECODER,

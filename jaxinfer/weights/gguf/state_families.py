@@ -133,11 +133,38 @@ def _rotates(meta: ArchitectureMetadata) -> Mapping[str, Any]:
 
 
 def _nemotron_h(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """Nemotron-H without experts, whose layers have one block each; nothing rotates."""
-    for key in ("rope.dimension_count", "rope.freq_base", ROPE_REMARK):
-        meta.skip(key)
+    """Nemotron-H without experts."""
     for key in ("expert_count", "expert_used_count"):
         meta.only(key, 0)
+    return _single_blocks(meta, "mlp")
+
+
+def _nemotron_h_moe(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """Nemotron 3, whose networks are experts without gates, perhaps in a latent width."""
+    config = _single_blocks(meta, "moe")
+    width = meta.count("expert_feed_forward_length", config["intermediate_size"])
+    meta.only("expert_gating_func", 0, 2)
+    latent = meta.count_if_set("moe_latent_size", 0)
+    return config | {
+        "n_routed_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "moe_intermediate_size": width,
+        "moe_shared_expert_intermediate_size": meta.count("expert_shared_feed_forward_length"),
+        "n_shared_experts": meta.count("expert_shared_count", 1),
+        "n_group": meta.count_if_set("expert_group_count", 1),
+        "topk_group": meta.count_if_set("expert_group_used_count", 1),
+        "norm_topk_prob": meta.flag("expert_weights_norm"),
+        "routed_scaling_factor": meta.number_if_set("expert_weights_scale") or 1.0,
+        **({"moe_latent_size": latent} if latent else {}),
+    }
+
+
+def _single_blocks(meta: ArchitectureMetadata, network_kind: str) -> dict[str, Any]:
+    """A decoder whose layers have one block each, some of them networks of this kind; nothing
+    rotates.
+    """
+    for key in ("rope.dimension_count", "rope.freq_base", ROPE_REMARK):
+        meta.skip(key)
     meta.only("tensor_data_layout", "reference")
     meta.only("attention.sliding_window", 0)
     meta.only("hidden_activation", "relu2")
@@ -146,7 +173,7 @@ def _nemotron_h(meta: ArchitectureMetadata) -> dict[str, Any]:
     if len(width) > 1:
         meta.refuse("feed_forward_length", widths, "must be the same where it is not 0")
     pairs = zip(attends, widths, strict=False)
-    kinds = [_FULL if one else "mlp" if network else _STATE for one, network in pairs]
+    kinds = [_FULL if one else network_kind if network else _STATE for one, network in pairs]
     heads, head_dim = _heads(meta)
     attention = meta.count("attention.head_count")
     of_head = meta.count("attention.key_length", meta.count("embedding_length") // attention)
@@ -252,6 +279,7 @@ STATE_FAMILIES: Mapping[str, Any] = MappingProxyType(
             ),
         ),
         "nemotron_h": _nemotron_h,
+        "nemotron_h_moe": _nemotron_h_moe,
         "jamba": Family("JambaForCausalLM", "jamba", readers=(_kv_heads, _jamba)),
         "lfm2": Family(
             "Lfm2ForCausalLM",

@@ -75,11 +75,11 @@ class Plain(NamedTuple):
 
     def read(self, part: int | None) -> np.ndarray:
         """See ``Stored``."""
-        assert part is None, "only stacks have parts"
         values = read_tensor(self.tensor)
         if self.interleaved_heads:
             values = undo_interleave(values, self.interleaved_heads)
-        return values.T if self.transposed else values
+        values = values.T if self.transposed else values
+        return values if part is None else values[part]  # of norms of heads, a row
 
     def read_quantised(self, part: int | None) -> Quantised:
         """See ``Stored``."""
