@@ -63,6 +63,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     config = hf.with_defaults(_one_name_each(config), _DEFAULTS)
     config = hf.with_values(section_theta(config), {"tie_word_embeddings": False})  # never tied
+    hf.supported_only(config, "hidden_act", "silu", "swish")  # also after the convolution
     hf.supported_only(config, "no_kda_lora", True)
     hf.supported_only(config, "gated_attention_proj_granularity_type", "head_wise")
     for key in ("mtp_loss_scaling_factor", "linear_num_heads", "linear_conv_kernel_dim"):

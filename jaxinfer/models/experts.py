@@ -333,4 +333,5 @@ def _weights(ffn: ExpertsConfig, config: DecoderSpec) -> int:
 
 def _biases(ffn: ExpertsConfig, config: DecoderSpec) -> int:
     """Biases of one expert."""
-    return 2 * ffn.width + config.hidden_size if ffn.bias else 0
+    width = config.hidden_size if ffn.bias else 0
+    return 2 * ffn.width + width if ffn.bias is True else width

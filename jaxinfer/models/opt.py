@@ -38,7 +38,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "do_layer_norm_before", True)
     hf.supported_only(config, "_remove_final_layer_norm", False)
-    hf.supported_only(config, "layer_norm_elementwise_affine", True)
+    affine = hf.flag(config, "layer_norm_elementwise_affine", True)
     width = hf.positive_int(config, "hidden_size")
     if (narrow := hf.positive_int(config, "word_embed_proj_dim", width)) != width:
         raise ConfigError(
@@ -51,6 +51,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         sizes={"intermediate_size": hf.positive_int(config, "ffn_dim")},
         num_layers=hf.positive_int(config, "num_hidden_layers"),
         activation=hf.activation(config, "activation_function", "relu"),
+        norm="layer" if affine else "layer_plain",
         norm_eps=_EPS,
         bias=hf.flag(config, "enable_bias", True),
         num_positions=hf.positive_int(config, "max_position_embeddings"),

@@ -286,7 +286,7 @@ def _interleaved_gates(array: np.ndarray, _: object = None) -> list[np.ndarray]:
 
 
 def _split_outputs(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
-    ends = np.cumsum([source.shape[0] for source in sources])[:-1]
+    ends = np.cumsum([source.own_shape[0] for source in sources])[:-1]
     return [part.T for part in np.split(array, ends, axis=1)]
 
 

@@ -145,6 +145,7 @@ _MODULES = (
     ("LongcatFlashForCausalLM", "jaxinfer.models.longcat_flash"),
     ("MiMoV2FlashForCausalLM", "jaxinfer.models.mimo_v2_flash"),
     ("LagunaForCausalLM", "jaxinfer.models.laguna"),
+    ("JetMoeForCausalLM", "jaxinfer.models.jetmoe"),
 )
 
 # Models of text and images whose text decoder is a model of its own: the one that the model type of

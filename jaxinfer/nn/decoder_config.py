@@ -206,9 +206,9 @@ class FeedForwardConfig(FeedForwardSpec):
 class ExpertsConfig(FeedForwardSpec):
     """A mixture of experts: ``count`` gated networks of width ``width``, and a router.
 
-    ``bias`` says that experts have biases, ``router_bias`` that logits have them, ``choice_bias``
-    that the scores by which experts are chosen have them, ``expert_scale`` that the weights of
-    chosen experts are multiplied by a parameter of each expert. ``shared`` is a network that every
+    ``bias`` says that experts have biases (or their "sum" has one), ``router_bias`` that logits do,
+    ``choice_bias`` that the scores by which experts are chosen have them, ``expert_scale`` that
+    weights are multiplied by a parameter of each expert. ``shared`` is a network that every
     token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and
     it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token that chooses one expert is
     multiplied by its weight before the expert instead of after it (Llama 4). Choices from ``count``
@@ -223,7 +223,7 @@ class ExpertsConfig(FeedForwardSpec):
     width: int
     routing: Routing
     activation: Activation = SWIGLU
-    bias: bool = False
+    bias: bool | Literal["sum"] = False
     router_bias: bool = False
     choice_bias: bool = False
     expert_scale: bool = False

@@ -205,6 +205,12 @@ MINIMAX_FACTORS = merged(
     mlp_alpha_factor=1.3,
     mlp_beta_factor=0.7,
 )
+JETMOE = merged(
+    without(SIZES, "num_attention_heads"),
+    num_key_value_heads=2,
+    kv_channels=8,
+    intermediate_size=24,
+)
 LLAMA4 = merged(
     SIZES,
     num_hidden_layers=3,
@@ -392,6 +398,8 @@ CASES = {
     "falcon_alibi": case("falcon", FALCON, NO_TOKENS, alibi=True, bias=True, parallel_attn=False,
         multi_query=False),
     "gptj": case("gptj", GPT2, NO_TOKENS, rotary_dim=4),
+    "opt_plain_norms": case("opt", WITHOUT_KV, ffn_dim=48, word_embed_proj_dim=32,
+        layer_norm_elementwise_affine=False),
     "opt": case("opt", without(SIZES, "num_key_value_heads", "intermediate_size"), NO_TOKENS,
         ffn_dim=48),
     # six heads, which are no power of two
@@ -637,6 +645,9 @@ CASES = {
         moe_topk=3, routed_scaling_factor=1.5),
     "longcat_flash_yarn": case("longcat_flash", LONGCAT, num_layers=1, n_routed_experts=4,
         zero_expert_num=0, moe_topk=2, rope_parameters=LATENT_ROPE, attention_bias=True),
+    "jetmoe": case("jetmoe", JETMOE, num_local_experts=5, num_experts_per_tok=3),
+    "jetmoe_untied": case("jetmoe", JETMOE, NO_TOKENS, num_key_value_heads=1, num_local_experts=3,
+        tie_word_embeddings=False, activation_function="gelu", rope_parameters=LINEAR_ROPE),
     "diffllama": case("diffllama", SIZES, num_attention_heads=8, num_key_value_heads=4, head_dim=8,
         attention_bias=True, rope_parameters=LINEAR_ROPE),
     "diffllama_pair": case("diffllama", SIZES, tie_word_embeddings=True),

@@ -93,6 +93,7 @@ CASES = (
     "phimoe",
     "llama4",
     "minicpm3",
+    "jetmoe_untied",
     "lfm2",
     "granite_hybrid",
     "bamba",

@@ -793,6 +793,13 @@ CONFIGS = MappingProxyType(
             "floor_scale": 5,
             "attention_chunk_size": 24,
         },
+        "jetmoe": {
+            **{k: v for k, v in _DECODER.items() if k != "num_attention_heads"},
+            "architectures": ["JetMoeForCausalLM"],
+            "kv_channels": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
         "minicpm3": {
             **{key: _LATENT[key] for key in _YOUTU},
             "architectures": ["MiniCPM3ForCausalLM"],
@@ -1070,6 +1077,7 @@ LIKE_OTHERS = (
     *("nemotron_h_experts",),
     *("mimo_v2_flash",),
     *("longcat_flash",),
+    *("jetmoe",),
     *("diffllama",),
     # bloom has ALiBi
     *(

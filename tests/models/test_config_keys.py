@@ -117,6 +117,7 @@ READ_BY = {
     "sarvam_mla": {*_COUNTS, "moe_intermediate_size"},
     "mellum": {*_COUNTS, "moe_intermediate_size"},
     "phimoe": {"num_local_experts"},
+    "jetmoe": {"num_local_experts"},
     "llama4": {"num_local_experts", "use_qk_norm", "attention_chunk_size"},
     "lfm2_moe": {*_COUNTS, "moe_intermediate_size"},
     "granite_hybrid": {*_FACTORS, "num_local_experts"},

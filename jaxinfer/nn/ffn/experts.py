@@ -4,7 +4,7 @@ Owns: ``Experts``. Parameters:
 
     router  [E, D]       router_bias  [E]      choice_bias float32[E]      expert_scale [E]
     gate_up [E, 2F, D]: gate, up, or [E, F, D] without gates        gate_up_bias [E, 2F]
-    down    [E, D, F]                          down_bias    [E, D]
+    down    [E, D, F]                          down_bias    [E, D], or [D] of their sum
     shared/gate_up, shared/down: see ``ffn.dense``     shared_gate [D, 1] with a shared gate
     into_latent [D, L], from_latent [L, D] with a latent, which experts have in place of D
 """
@@ -29,6 +29,7 @@ from jaxinfer.nn.linear import (
 )
 from jaxinfer.nn.weight import Matmul, param, weight
 from pallas_kernels.experts.api import ExpertsArgs, experts
+from pallas_kernels.experts.stack import size_of
 from pallas_kernels.route.api import RouteArgs, route
 
 _SEED_VALUES = 8  # of a token, from which ``_shifted`` draws
@@ -58,6 +59,9 @@ class Experts(nn.Module):
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
         kept = _kept(h, choices, weights, c.count, ctx) if c.zero_experts else None
         down_bias = param(self, "down_bias") if c.bias else None
+        if c.bias == "sum" and down_bias is not None:  # the weights add up to 1
+            held, _, _ = size_of(weight(self, "down").matrix)
+            down_bias = jnp.broadcast_to(down_bias, (held, h.shape[1]))
         if ctx.axis is not None and not c.slices:  # of this device's experts; others are outside
             held = c.count // jax.lax.axis_size(ctx.axis)
             choices = choices - held * jax.lax.axis_index(ctx.axis)
@@ -72,7 +76,7 @@ class Experts(nn.Module):
             weights=weights,
             gate_up=weight(self, "gate_up").matrix,
             down=weight(self, "down").matrix,
-            gate_up_bias=param(self, "gate_up_bias") if c.bias else None,
+            gate_up_bias=param(self, "gate_up_bias") if c.bias is True else None,
             down_bias=down_bias,
             activation=c.activation,
             split=ctx.splits and c.latent is None,
