@@ -35,7 +35,7 @@ _TENSORS = ExpertTensors(router="mlp.router.layer")
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     kv_heads, chosen = hf.positive_int(config, "num_key_value_heads"), experts_per_token(config)
-    hf.supported_only(config, "num_attention_heads", kv_heads * chosen)
+    config.get("num_attention_heads")  # derived, also where it is given
     key = hf.first_of(config, "kv_channels", "head_dim")
     own = {
         "num_attention_heads": kv_heads * chosen,

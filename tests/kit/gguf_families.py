@@ -113,6 +113,12 @@ CASES: dict[str, Case] = {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
         {"attention.sliding_window": 7, "rope.freq_base": 1e6}),
+    "gemma3n": Case("gemma3n", "gemma3n", keys={"attention.sliding_window": 7,
+        "attention.sliding_window_pattern": [True, False, True] * 2,
+        "attention.shared_kv_layers": 3, "embedding_length_per_layer_input": 6,
+        "altup.num_inputs": 4, "altup.active_idx": 0, "final_logit_softcapping": 10.0,
+        "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "activation_sparsity_scale":
+        [1.2815516, float("-inf"), 0.8416212, float("-inf"), float("-inf"), 0.0]}),
     "gemma4": Case("gemma4", "gemma4", keys={**_GEMMA4, "attention.head_count_kv": [4, 2, 4, 2],
         "attention.sliding_window_pattern": [True, False, True, False]}),
     "gemma4_experts": Case("gemma4", "gemma4_experts", keys={**_GEMMA4, **_experts(5, 3, 12),
@@ -289,7 +295,14 @@ CASES: dict[str, Case] = {
 # fmt: on
 
 # Files of these were not run by llama.cpp; of Phi-3.5-MoE it computes another routing.
-NOT_COMPARED = ("phimoe", "bailing_v2", "nemotron_h_moe", "nemotron_h_latent", "command_r_plus")
+NOT_COMPARED = (
+    "gemma3n",
+    "phimoe",
+    "bailing_v2",
+    "nemotron_h_moe",
+    "nemotron_h_latent",
+    "command_r_plus",
+)
 # ggml's GELU is a table of float16, whose errors grow over many layers: with the other scale the
 # logits of these two differ by 2.4 and 12, with theirs by 0.01 and 0.4.
 COMPARED = tuple(name for name in CASES if not name.endswith("_27b") and name not in NOT_COMPARED)
@@ -381,7 +394,7 @@ def _converted(
     for name, tensor in tensors.items():
         if ".act_fn." in name:
             continue
-        merged = re.sub(r"(experts|norms)\.\d+\.", r"\1.", name)
+        merged = re.sub(r"(experts|norms|altup_(?:unembed_)?projections)\.\d+\.", r"\1.", name)
         if merged != name:
             stacks.setdefault(merged, []).append(tensor)
             continue

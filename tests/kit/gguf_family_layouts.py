@@ -198,6 +198,10 @@ def _gemma4(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     yield (f"{name}.weight" if bare else name), tensor
 
 
+def _gemma3n(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    yield (f"{name}.weight" if name.endswith("_scale") else name), tensor
+
+
 def _latent(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     """Keys and values of latent attention apart, and keys transposed."""
     if name.endswith("kv_b_proj.weight"):
@@ -246,6 +250,7 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     "deepseek2": _latent,
     "mistral4": _stacks,
     "llama4": _llama4,
+    "gemma3n": _gemma3n,
     "gemma4": _gemma4,
     "granitemoe": _granite,
     **dict.fromkeys(("mamba", "jamba"), _state),

@@ -26,6 +26,7 @@ from jaxinfer.weights.gguf.dense_config import (
 )
 from jaxinfer.weights.gguf.dense_families import DENSE_FAMILIES
 from jaxinfer.weights.gguf.experts_families import EXPERTS_FAMILIES
+from jaxinfer.weights.gguf.gemma3n_config import gemma3n_config
 from jaxinfer.weights.gguf.gemma4_config import gemma4_config, with_proportional_rope
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.hybrid_config import (
@@ -266,6 +267,7 @@ _BUILDERS = MappingProxyType(
         "mistral4": mistral4_config,
         "minicpm3": minicpm3_config,
         "phi3": _phi3,
+        "gemma3n": gemma3n_config,
         "gemma4": gemma4_config,
         "gpt2": gpt2_config,
         "starcoder": starcoder_config,

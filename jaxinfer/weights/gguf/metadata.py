@@ -96,6 +96,13 @@ class ArchitectureMetadata:
             self.refuse(key, stored, "must be a list of integers from 0")
         return stored
 
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers, which may be infinite."""
+        stored: list[float] = self._value(key, None, list, "a list")
+        if not all(type(one) is float and not math.isnan(one) for one in stored):
+            self.refuse(key, stored, "must be a list of numbers")
+        return stored
+
     def each(self, key: str) -> list[int]:
         """Positive integers, one for each block, also if one is stored for all."""
         stored = self._stored(key)

@@ -166,7 +166,7 @@ GRANITE_LAYER = MappingProxyType(
     }
 )
 _GRANITE_MOE = replace(LLAMA, layer={**LLAMA.layer, **GRANITE_LAYER}, joined=GRANITE_EXPERTS)
-_GEMMA4 = replace(
+_LAYER_INPUTS = replace(
     DECODER,
     model={
         **DECODER.model,
@@ -179,6 +179,31 @@ _GEMMA4 = replace(
         "inp_gate": "per_layer_input_gate",
         "proj": "per_layer_projection",
         "post_norm": "post_per_layer_input_norm",
+    },
+)
+_GEMMA3N = replace(
+    _LAYER_INPUTS,
+    model={
+        **_LAYER_INPUTS.model,
+        "altup_proj": "model.altup_projections.{}",
+        "altup_unembd_proj": "model.altup_unembed_projections.{}",
+    },
+    layer={
+        **_LAYER_INPUTS.layer,
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    },
+    bare={"altup_correct_scale.weight": "altup.correct_output_scale"},
+)
+_GEMMA4 = replace(
+    _LAYER_INPUTS,
+    layer={
+        **_LAYER_INPUTS.layer,
         "post_ffw_norm_1": "post_feedforward_layernorm_1",
         "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
         "post_ffw_norm_2": "post_feedforward_layernorm_2",
@@ -258,6 +283,7 @@ EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "gpt_oss": _GPT_OSS,
         "deepseek_v2": DEEPSEEK,
         "deepseek_v3": DEEPSEEK,
+        "gemma3n_text": _GEMMA3N,
         "gemma4_text": _GEMMA4,
         "exaone_moe": _EXAONE_MOE,
         "llama4_text": _LLAMA4,
