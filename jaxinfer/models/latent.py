@@ -35,6 +35,16 @@ LATENT_IGNORED_TENSORS = GQA_IGNORED_TENSORS
 
 _QUERY_RANK = 1536  # transformers' default; null in config.json: queries have no latent
 _NORM_EPS = 1e-6  # of the norms of latents in the published code, whatever rms_norm_eps is
+_OF_EXPERTS = (
+    *("moe_intermediate_size", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group"),
+    *(
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "scoring_func",
+        "topk_method",
+        "num_local_experts",
+    ),
+)
 _AFTER_NETWORK = "post_mlp_layernorm"
 
 
@@ -162,7 +172,10 @@ def expert_layers(config: Mapping[str, Any], default: int) -> tuple[int, bool]:
     hf.supported_only(config, "moe_layer_freq", 1)
     first = hf.layer_index(config, "first_k_dense_replace", default)
     layers = hf.positive_int(config, "num_hidden_layers")
-    return first, config.get("n_routed_experts") is not None and first < layers
+    has_experts = config.get("n_routed_experts") is not None and first < layers
+    for key in _OF_EXPERTS if not has_experts and first >= layers else ():
+        config.get(key)  # of no layer
+    return first, has_experts
 
 
 def shared_experts(

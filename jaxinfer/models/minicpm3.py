@@ -27,7 +27,7 @@ _EMBED, _DEPTH, _BASE, _QUERY_RANK = 12.0, 1.4, 256, 768
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    hf.supported_only(config, "mlp_bias", False)
+    mlp_bias = hf.flag(config, "mlp_bias", False)
     layers, width = (hf.positive_int(config, key) for key in ("num_hidden_layers", "hidden_size"))
     heads = hf.positive_int(config, "num_attention_heads")
     given = {"q_lora_rank": config.get("q_lora_rank", _QUERY_RANK)}
@@ -43,7 +43,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         own,
         dtype,
         interleaved=False,
-        ffns=[dense_network(own, bias=False)] * layers,
+        ffns=[dense_network(own, bias=mlp_bias)] * layers,
         embed_scale=hf.positive_float(config, "scale_emb", _EMBED),
         residual=PlainResidual(scale=depth),
         logit_scale=base / width,

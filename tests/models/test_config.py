@@ -11,7 +11,7 @@ import pytest
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models import build_model, known_architectures
 from jaxinfer.models.registry import decoder_config, text_config
-from jaxinfer.nn.decoder_config import AttentionConfig
+from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig
 from kit.tiny_models import NAMES, tiny_config
 
 # Falcon's published files do not have it; of the others transformers has another default.
@@ -266,3 +266,73 @@ def test_llama4s_chunks() -> None:
 def test_phimoes_factors_of_short_and_long_contexts(length: int, scale: float) -> None:
     rope = build_model(tiny_config("phimoe"), "float32", length).config.ropes[0]
     assert rope.attention_scale == scale
+
+
+_SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gpt_oss", {"hidden_act": "gelu"}),
+        ("kimi_linear", {"tie_word_embeddings": True}),
+        ("bailing_hybrid", {"tie_word_embeddings": True, "linear_head_dim": 16, "head_dim": 8}),
+        (
+            "nemotron_h",
+            {"sliding_window": 16, "attention_bias": True, "tie_word_embeddings": True},
+        ),
+        ("jetmoe", {"num_attention_heads": 7}),
+        ("mpt", {"no_bias": False}),
+        ("gemma4", {"num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 8}),
+    ],
+)
+def test_keys_that_transformers_writes_and_does_not_use(name: str, change: dict[str, Any]) -> None:
+    """A checkpoint whose tensors do not fit is refused by their names."""
+    config = tiny_config(name)
+    expected = build_model(config, "float32").config
+    assert build_model({**config, **change}, "float32").config == expected
+
+
+def test_the_base_beside_a_rope_section_is_a_default_that_transformers_writes() -> None:
+    section = {"rope_type": "default", "rope_theta": 5e5}
+    for name in ("cohere2_moe", "bailing_hybrid"):
+        config = {k: v for k, v in tiny_config(name).items() if k != "rope_theta"}
+        both = build_model({**config, "rope_parameters": section, "rope_theta": 1e4}, "float32")
+        assert both.config == build_model({**config, "rope_parameters": section}, "float32").config
+        assert both.config.ropes[0].theta == 5e5
+
+
+def test_sizes_of_layers_that_a_model_does_not_have() -> None:
+    """They are written all the same."""
+    dense = {**tiny_config("deepseek_v3"), "first_k_dense_replace": 2, "num_hidden_layers": 2}
+    assert not build_model(dense, "float32").config.experts
+    whole = {**tiny_config("qwen3_5"), "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    assert build_model(whole, "float32").config.layers[0].mixer.words().startswith("4 query heads")
+
+
+def test_the_part_of_mimos_heads_that_rotates() -> None:
+    """The default of a plain rope; a scaled one has its own key or rotates whole heads."""
+    config = {k: v for k, v in tiny_config("mimo_v2_flash").items() if "rotary" not in k}
+    parts = {"full_attention": {**_SCALED, "rope_theta": 1e6}, "sliding_attention": {}}
+    model = build_model({**config, "rope_parameters": parts}, "float32")
+    mixers = [layer.mixer for layer in model.config.layers]
+    found = {
+        (m.window is None, m.rope.rotary_dim)
+        for m in mixers
+        if isinstance(m, AttentionConfig) and m.rope is not None
+    }
+    assert found == {(True, None), (False, 8)}
+    with pytest.raises(ConfigError, match="'partial_rotary_factor' is 0.5, .* supports only 1.0"):
+        section = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 1e4}
+        build_model({**tiny_config("minimax"), "rope_parameters": section}, "float32")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "llama4"])
+@pytest.mark.parametrize(("given", "kind"), [("gelu", "gelu"), ("relu2", "gated_relu2")])
+def test_the_activation_of_experts(name: str, given: str, kind: str) -> None:
+    """The dense networks of a mixture have the same."""
+    config = build_model({**tiny_config(name), "hidden_act": given}, "float32").config
+    assert {ffn.activation.kind for ffn in config.experts.values()} == {kind}
+    shared = [ffn.shared for ffn in config.experts.values() if ffn.shared is not None]
+    networks = [layer.ffn for layer in config.layers if isinstance(layer.ffn, FeedForwardConfig)]
+    assert {network.activation for network in (*shared, *networks)} <= {given}
