@@ -28,8 +28,7 @@ MAX_TOKENS = 128  # for more ``tiled.large`` is as fast or faster
 BLOCK_TOKENS = 64  # of a CTA
 FEW_TOKENS = 16, 32  # see ``configs``
 SCALED_GROUP = 128  # smaller groups scale weights, where there are more tokens than 8
-# SMs for each CTA of gates and ups from which on the inner axis is split (``TiledSizes.is_narrow``).
-NARROW = 8
+NARROW = 8  # SMs for each CTA of gates and ups; see ``TiledSizes.is_narrow``
 MAX_SPLIT_K = 4  # each partial is written once and read once
 SMEM_BYTES = 220 << 10  # of an SM, without barriers and factors
 IN_FLIGHT_BYTES = 160 << 10  # of a CTA; for at most 32 tokens more steps than four are no faster
