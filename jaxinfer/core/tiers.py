@@ -66,15 +66,14 @@ class CostModel(msgspec.Struct, frozen=True):
     ``step_seconds`` and ``token_seconds``: of a step, and of each prompt token in it.
     ``load_seconds`` and ``bytes_per_second``: of a load, and of the units that are restored, from
     the tier to the device's pages.
-    ``overlaps``: units are copied while the device computes, so a request may compute its first
-    tokens at the same time. Not with a GPU's mover, whose blocks are unpacked between two steps: at
-    16,384 tokens of Qwen3-4B this took 167 ms (an H200), all restored first 162.
+    A request does not compute its first tokens while the others are copied: of 16,384 tokens of
+    Qwen3-4B this took 167 ms, and 162 to restore all (an H200, whose blocks are unpacked between
+    two steps); a CPU copies and computes with the same cores.
     """
 
     step_seconds: float = 0.0
     token_seconds: float = 1.0
     bytes_per_second: float = 1e9
-    overlaps: bool = False
     load_seconds: float = 0.0
 
     def computing(self, num_tokens: int, chunk: int) -> float:

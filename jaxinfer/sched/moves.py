@@ -35,10 +35,12 @@ class Moves:
         self.loads: list[Load] = []
         self.dropped: list[int] = []
 
-    def save(self, units: Iterable[TierUnit]) -> None:
-        """Save these units, but those that a tier has."""
+    def save(self, units: Iterable[TierUnit]) -> list[TierUnit]:
+        """Save these units, but those that a tier has; returns those that are saved."""
         known = self.keys, self.offloads
-        self.saves += [unit for unit in units if not any([unit.key in one for one in known])]
+        added = [unit for unit in units if not any([unit.key in one for one in known])]
+        self.saves += added
+        return added
 
     def offload(self, units: Iterable[TierUnit]) -> None:
         """Save these units of a preempted sequence, but those that a tier has, however many."""

@@ -374,8 +374,7 @@ class Draft:
     def _free_resources(self, seq: Sequence) -> None:
         del self.running[seq.request_id]
         if (own := seq.restoring) is not None:
-            if not own.is_loaded:
-                self.moves.dropped.append(own.ticket)
+            self.moves.dropped.append(own.ticket)
             if own.row is not None:
                 self.snapshots = self.snapshots.release((own.row,))
         self.free_slots.append(seq.slot)

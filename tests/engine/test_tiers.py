@@ -301,7 +301,7 @@ def test_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "TIER_BLOCK_BYTES", 4096)
     one = served("llama")
     cost = fitted_costs(one.executor, ArrayMover(executables("llama")[0], one.executor.arrays))
-    assert cost.token_seconds > 0 <= cost.step_seconds and not cost.overlaps
+    assert cost.token_seconds > 0 <= cost.step_seconds
     assert 1e3 < cost.bytes_per_second < 1e13
     cost = fitted_costs(one.executor, device_mover(executables("llama")[0], one.executor))
-    assert not cost.overlaps and 1e3 < cost.bytes_per_second < 1e13
+    assert 1e3 < cost.bytes_per_second < 1e13

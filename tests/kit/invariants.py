@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NoReturn
 
+from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.core.tiers import SNAPSHOTS, group_of
 from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
@@ -123,12 +124,7 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
         page_ids = _page_ids(seq, number, state)
         if len(set(page_ids)) != len(page_ids):
             _fail(f"{name} lists a page twice: {page_ids}")
-    rows = [
-        row
-        for plan in state.in_flight
-        for row in plan.rows
-        if (row.request_id, row.epoch) == (seq.request_id, seq.epoch)
-    ]
+    rows = _rows_of(seq, state)
     if seq.num_in_flight_tokens != sum(row.most_drawn for row in rows):
         _fail(f"{name} has {seq.num_in_flight_tokens} tokens in flight, but rows say otherwise")
     num_tokens = len(seq.token_ids) + seq.num_in_flight_tokens
@@ -163,20 +159,26 @@ def _check_restoring(name: str, seq: Sequence, state: SchedulerState) -> None:
     """A sequence owns the places of its load, unhashed, and computes nothing behind them."""
     if (own := seq.restoring) is None:
         return
-    if not own.known <= own.start < own.end < seq.num_prefill_tokens:
-        _fail(f"{name} restores tokens {own.start} to {own.end} of {seq.num_prefill_tokens}")
-    if own.start < seq.num_computed_tokens < own.end:
+    if not own.known < own.end < seq.num_prefill_tokens:
+        _fail(f"{name} restores tokens {own.known} to {own.end} of {seq.num_prefill_tokens}")
+    if seq.num_computed_tokens != own.end or _rows_of(seq, state):
         _fail(f"{name} has computed {seq.num_computed_tokens} tokens before its load has ended")
     for unit in own.units:
         if (group := group_of(unit.key)) == SNAPSHOTS:
-            if unit.place != own.row and not own.is_loaded:
+            if unit.place != own.row:
                 _fail(f"{name} loads a state to row {unit.place}, and owns {own.row}")
             continue
         pool = state.pools[state.limits.groups[group].pool]
         if unit.place not in seq.pages[group].ids:
             _fail(f"{name} loads page {unit.place}, which it does not own")
-        if not own.is_loaded and unit.place in pool.hash_by_page:
+        if unit.place in pool.hash_by_page:
             _fail(f"{name} loads page {unit.place}, which is hashed")
+
+
+def _rows_of(seq: Sequence, state: SchedulerState) -> list[ScheduledSeq]:
+    """The rows of a sequence in the steps in flight."""
+    rows = (row for plan in state.in_flight for row in plan.rows)
+    return [row for row in rows if (row.request_id, row.epoch) == (seq.request_id, seq.epoch)]
 
 
 def _page_ids(seq: Sequence, pool: int, state: SchedulerState) -> list[int]:

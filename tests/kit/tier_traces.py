@@ -36,7 +36,6 @@ GROUPS = (
     (PageGroup(), PageGroup(), PageGroup(None, 2, 1), PageGroup(9, 3, 2), PageGroup(5)),
 )
 RESTORES = CostModel()  # takes less time than computing
-SPLITS = CostModel(0.0, 1.0, PAGE_BYTES / PAGE_SIZE, True)  # takes as long, at the same time
 COMPUTES = CostModel(0.0, 1e-9, 1.0)
 
 
@@ -49,7 +48,7 @@ class TierTrace:
         requests = [self._request(i) for i in range(draw.randint(6, 10))]
         self.requests = {request.request_id: request for request in requests}
         self.limits = self._limits()
-        self.cost = draw.choice((RESTORES,) * 4 + (SPLITS,) * 4 + (COMPUTES,))
+        self.cost = draw.choice((RESTORES,) * 8 + (COMPUTES,))
         self._sizes = draw.choice((4, 15, 100, 100)), draw.choice((0, 0, 9, 60))
         self._slowness = draw.choice((0, 0, 1, 4, 15))
         self._failures = 0.0 if reliable else draw.choice((0.0, 0.0, 0.0, 0.2))

@@ -172,21 +172,17 @@ def test_a_request_that_ends_while_it_restores_frees_its_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("copying", "computing", "overlaps", "expected"),
+    ("copying", "computing", "expected"),
     [
-        (1.0, 1e9, True, [(36, 40)]),  # restored
-        (1e9, 1.0, True, [(0, 16), (16, 32), (32, 40)]),  # computed
-        (1.0, 1.0, True, [(0, 16), (36, 40)]),  # half and half
-        (1.0, 3.0, True, [(0, 8), (36, 40)]),  # 2 pages take 6, the other 7 take 7
-        (1.0, 1.0, False, [(0, 16), (16, 32), (32, 40)]),  # one after the other: as long
-        (1.0, 1.1, False, [(36, 40)]),
+        (1.0, 1e9, [(36, 40)]),  # restored
+        (1e9, 1.0, [(0, 16), (16, 32), (32, 40)]),  # computed
+        (1.0, 1.0, [(0, 16), (16, 32), (32, 40)]),  # as long
+        (1.0, 1.1, [(36, 40)]),
     ],
 )
-def test_costs_decide(
-    copying: float, computing: float, overlaps: bool, expected: list[tuple[int, int]]
-) -> None:
+def test_costs_decide(copying: float, computing: float, expected: list[tuple[int, int]]) -> None:
     """``copying`` and ``computing``: the time of a page."""
-    cost = CostModel(0.0, computing / 4, PAGE_BYTES / copying, overlaps)
+    cost = CostModel(0.0, computing / 4, PAGE_BYTES / copying)
     one = drive(cost=cost, slowness=1)
     for prompt in (PROMPT, OTHER, PROMPT):
         answer(one, prompt)
