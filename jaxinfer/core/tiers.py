@@ -85,6 +85,20 @@ class CostModel(msgspec.Struct, frozen=True):
         return self.load_seconds + num_bytes / self.bytes_per_second
 
 
+class SaveAhead(msgspec.Struct, frozen=True):
+    """The pages and states that are saved before they are evicted, while nothing else is copied.
+
+    ``share``: of each pool's pages and of the rows of states, those that are evicted next.
+    ``most_bytes``: of one call, or one unit; the next ones follow when these have been saved.
+    ``beside_decodes``: also while sequences decode. A GPU copies beside its steps; a CPU does so
+    with the cores that compute them.
+    """
+
+    share: float = 1.0
+    most_bytes: int = 1 << 62
+    beside_decodes: bool = True
+
+
 class TierPolicy(msgspec.Struct, frozen=True):
     """The scheduler's settings of tiers; a constant of an engine."""
 
@@ -95,6 +109,7 @@ class TierPolicy(msgspec.Struct, frozen=True):
     most_save_bytes: int = 1 << 62
     # pages are saved while less than this share of a pool is free without losing a prefix
     watermark: float = 0.25
+    ahead: SaveAhead | None = None  # None: no more than that is saved before it is evicted
     # whether all units of a preempted sequence are saved before their places are returned, and
     # restored whatever that costs (preemption "offload")
     offloads: bool = False
@@ -133,6 +148,14 @@ class TierChanged(msgspec.Struct, frozen=True, tag=True):
 
     added: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
+
+
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """The saves of so many calls have ended, the oldest ones. What the tiers keep of them is in
+    ``TierChanged``.
+    """
+
+    count: int
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

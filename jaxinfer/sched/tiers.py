@@ -1,4 +1,4 @@
-"""Prefixes in tiers: whether a request restores one, what it loads, and what pages are saved.
+"""Prefixes in tiers: whether a request restores one, and what it loads.
 
 A request whose prefix goes on in a tier may be admitted as if the device had it: it takes a slot
 and all its pages, and gets no row before the tier has loaded the missing ones (``Loaded``), which
@@ -8,7 +8,6 @@ load fails, the request returns to the queue and is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -18,18 +17,14 @@ from msgspec.structs import replace
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request
-from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import StepPlan
 from jaxinfer.core.tiers import (
     SNAPSHOTS,
     Load,
     Loaded,
-    TierPolicy,
     TierUnit,
     group_of,
     key_in,
 )
-from jaxinfer.sched.moves import Evicted
 from jaxinfer.sched.pages import PageWriter
 from jaxinfer.sched.prefix import PrefixHit, following_page_hashes, group_keys, longest_hit
 from jaxinfer.sched.sequence import Restoring, Sequence
@@ -178,73 +173,3 @@ def commit_load(draft: Draft, event: Loaded) -> None:
     draft.running[seq.request_id] = replace(
         seq, reads=reads, num_cached_tokens=num_cached, restoring=None
     )
-
-
-def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
-    """Save what this call's step overwrites; and, within the policy's bytes, what loads overwrite,
-    which are held until then, other pages that were evicted, and those and snapshots that are
-    evicted next, below the watermark.
-    """
-    moves, limits = draft.moves, draft.limits
-    page_bytes = {group.pool: policy.unit_bytes[i] for i, group in enumerate(limits.groups)}
-    left = policy.most_save_bytes - policy.num_bytes(unit.key for unit in moves.saves)
-
-    def most(num_bytes: int) -> int:
-        """The units of this size that may still be saved."""
-        return max(0, left) // max(1, num_bytes)
-
-    def save(units: Iterable[TierUnit]) -> None:
-        """Save units, and count their bytes."""
-        nonlocal left
-        left -= policy.num_bytes(unit.key for unit in moves.save(units))
-
-    added = [Evicted(i, unit) for i, pool in enumerate(draft.pools) for unit in pool.unsaved]
-    evicted = {(i, unit.place): unit for i, unit in (*moves.evicted, *added)}  # as it was evicted
-
-    def save_evicted(places: Iterable[tuple[int, int]]) -> None:
-        """Save those of these pages that were evicted."""
-        found = (evicted.pop(place, None) for place in places)
-        save(unit for unit in found if unit is not None)
-
-    if evicted:
-        save_evicted(_written(draft, step))
-    loads, moves.loads, moves.held = (*moves.held, *moves.loads), [], ()
-    for load in loads:
-        if load.ticket in moves.dropped:
-            continue
-        missing = [place for place in _places(load, limits) if place in evicted]
-        save_evicted(missing[: max(1, most(max(page_bytes.values())))])  # one at least: it goes on
-        if any(place in evicted for place in missing):
-            moves.held += (load,)
-        else:
-            moves.loads.append(load)
-    save_evicted(tuple(evicted)[: most(max(page_bytes.values()))])
-    moves.evicted = tuple(Evicted(pool, unit) for (pool, _), unit in evicted.items())
-    if not limits.enable_prefix_caching:
-        return
-    for i, (pool, size) in enumerate(zip(draft.pools, limits.num_pages, strict=True)):
-        least = int(size * policy.watermark)
-        save(pool.offer(least, most(page_bytes[i])))
-    if limits.num_snapshots:
-        least = int(limits.num_snapshots * policy.watermark)
-        found, draft.snapshots = draft.snapshots.offer(least, most(policy.state_bytes))
-        for page_hash, row in found:
-            moves.save_snapshot(page_hash, row)
-
-
-def _written(draft: Draft, step: StepPlan | None) -> list[tuple[int, int]]:
-    """The pages, by pool, to which the step writes."""
-    limits, found = draft.limits, list[tuple[int, int]]()
-    for row in () if step is None else step.rows:
-        start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
-        for group, own in zip(limits.groups, row.pages, strict=True):
-            size = limits.tokens_per_page(group)
-            ids = own.ids.array()[start // size - own.first : cdiv(end, size) - own.first]
-            found += ((group.pool, page) for page in ids.tolist())
-    return found
-
-
-def _places(load: Load, limits: Limits) -> list[tuple[int, int]]:
-    """The pages, by pool, to which a load writes."""
-    units = ((group_of(unit.key), unit.place) for unit in load.units)
-    return [(limits.groups[group].pool, place) for group, place in units if group != SNAPSHOTS]

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import NoReturn
 
 from jaxinfer.core.step import ScheduledSeq
-from jaxinfer.core.tiers import SNAPSHOTS, group_of
+from jaxinfer.core.tiers import SNAPSHOTS, SaveAhead, TierOrders, TierUnit, group_of, key_in
 from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
 
@@ -36,6 +36,36 @@ def check(state: SchedulerState) -> None:
         )
         if seq.slot != NO_SLOT or any(counts):
             _fail(f"waiting request {seq.request_id!r} owns slot {seq.slot} or counts {counts}")
+
+
+def check_ahead(state: SchedulerState, orders: TierOrders, ahead: SaveAhead) -> int:
+    """Check that units are saved before they are evicted only beside nothing else, a block at a
+    time; returns their number. Without a watermark and offloads no others of them are saved.
+    """
+    found = [unit for unit in orders.saves if _is_on_device(unit, state)]
+    if not found:
+        return 0
+    if len(state.saving) > 1 or orders.loads or state.held_loads:
+        _fail(f"{len(found)} units are saved ahead beside other copies")
+    if any(seq.is_prefilling for seq in state.running):
+        _fail(f"{len(found)} units are saved ahead while a prompt is computed or restored")
+    if any(plan.prefills for plan in state.in_flight):
+        _fail(f"{len(found)} units are saved ahead while a step of a prompt is in flight")
+    if not ahead.beside_decodes and (state.num_unfinished or state.in_flight):
+        _fail(f"{len(found)} units are saved ahead while requests are answered")
+    assert state.tiers is not None
+    if (size := state.tiers.num_bytes(unit.key for unit in found)) > ahead.most_bytes:
+        _fail(f"{size} bytes are saved ahead in one call")
+    return len(found)
+
+
+def _is_on_device(unit: TierUnit, state: SchedulerState) -> bool:
+    """True if the prefix index still has a unit where it is saved from."""
+    if (group := group_of(unit.key)) == SNAPSHOTS:
+        rows = {key_in(SNAPSHOTS, own): known.row for own, known in state.snapshots.by_hash.items()}
+        return rows.get(unit.key) == unit.place
+    pool = state.pools[state.limits.groups[group].pool]
+    return pool.page_by_hash.get(unit.key) == unit.place
 
 
 def _check_pool(number: int, state: SchedulerState) -> None:

@@ -10,8 +10,9 @@ import pytest
 from jaxinfer.core.connector import Connector, Forms
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Abort, PageGroup, StepPlan
-from jaxinfer.core.tiers import SNAPSHOTS, CostModel, group_of
+from jaxinfer.core.tiers import SNAPSHOTS, CostModel, SaveAhead, TierChanged, group_of
 from jaxinfer.exec.tiers.host import HostTier
+from jaxinfer.sched.saves import has_saves
 from kit.drive import Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 from kit.fake_tiers import Unreliable
@@ -29,6 +30,7 @@ def test_tiers_change_no_token() -> None:
         found += run(seed)
     # the traces do what they are for
     assert found["restored"] > DAILY // 2 and found["failed"] > 2, found
+    assert found["ahead"] > DAILY // 2, found
 
 
 @pytest.mark.nightly
@@ -47,13 +49,19 @@ def run(seed: int) -> Counter[str]:
         raise
     assert trace.drive.tiers is not None
     stats = trace.drive.tiers.stats()
-    return Counter(restored=stats.num_restored, saved=stats.num_saved, failed=stats.num_failed)
+    return Counter(
+        restored=stats.num_restored,
+        saved=stats.num_saved,
+        failed=stats.num_failed,
+        ahead=trace.drive.num_ahead,
+    )
 
 
 def drive(slowness: int = 0, failures: float = 0.0, **changes: Any) -> Drive:
     """A drive whose pool holds one long request, and a host tier that holds all."""
     cost, offloads = changes.pop("cost", CostModel()), changes.pop("offloads", False)
     most = changes.pop("most_save_bytes", 1 << 62)
+    of_drive = {name: changes.pop(name) for name in ("ahead", "watermark") if name in changes}
 
     def connector(forms: Forms) -> Connector:
         return Unreliable(HostTier(1 << 16, forms), 1, slowness, failures)
@@ -65,7 +73,17 @@ def drive(slowness: int = 0, failures: float = 0.0, **changes: Any) -> Drive:
         cost=cost,
         offloads=offloads,
         most_save_bytes=most,
+        **of_drive,
     )
+
+
+def idle(one: Drive) -> int:
+    """Calls without events until nothing is left to be saved; returns the saved units."""
+    count = 0
+    while has_saves(one.state):
+        one.tick()
+        count += len(one.last.orders.saves)
+    return count
 
 
 def answer(one: Drive, prompt: tuple[int, ...]) -> int:
@@ -234,6 +252,76 @@ def test_a_prompt_that_takes_all_pages_loses_none(most_save_bytes: int) -> None:
     assert answer(one, first) == answer(one, second) == 0
     assert answer(one, first) == answer(one, second) == 40, "loads overwrite pages as steps do"
     assert not one.state.evicted or most_save_bytes == 0
+
+
+def test_an_idle_engine_saves_pages_in_the_order_of_eviction() -> None:
+    """A block at a time, those that were released first before others, and each once."""
+    one = drive(num_pages=25, watermark=0.0, ahead=SaveAhead(1.0, 3 * PAGE_BYTES, False))
+    one.recorded = []
+    assert answer(one, PROMPT) == answer(one, OTHER) == 0
+    idle(one)
+    blocks = [[unit.place for unit in output.orders.saves] for _, _, output in one.recorded]
+    pool = one.state.pools[0]
+    assert [page for block in blocks for page in block] == list(pool.cached)
+    assert len(pool.cached) == 20 == len(one.state.tier_keys)
+    assert all(len(block) <= 3 for block in blocks) and not idle(one)
+    # the pages that a later prompt takes are saved: it is restored at once, and saves nothing
+    answer(one, tuple(reversed(PROMPT)))
+    idle(one)
+    saved = one.tiers.stats().num_saved  # type: ignore[union-attr]
+    one.arrive(make_request("again", PROMPT, arrival=10, max_tokens=1))
+    assert one.last.orders.loads and not one.last.orders.saves and not one.state.held_loads
+    assert one.tiers.stats().num_saved == saved  # type: ignore[union-attr]
+    one.finish()
+    assert one.endings()["again"].num_cached_tokens == 36
+
+
+def test_a_load_waits_for_pages_that_were_not_saved_ahead() -> None:
+    one = drive(watermark=0.0, most_save_bytes=3 * PAGE_BYTES)
+    for prompt in (PROMPT, OTHER):
+        answer(one, prompt)
+    assert not idle(one)
+    one.arrive(make_request("again", PROMPT, arrival=10, max_tokens=1))
+    assert one.state.held_loads and one.last.orders.saves
+
+
+def test_a_share_of_the_pool_is_saved_ahead() -> None:
+    one = drive(num_pages=41, watermark=0.0, ahead=SaveAhead(0.5))
+    for seed in range(4):
+        answer(one, tuple((7 * i + seed) % 50 for i in range(40)))
+    idle(one)
+    pool = one.state.pools[0]
+    assert pool.num_fresh + pool.num_offered >= 20 >= pool.num_offered < pool.num_cached
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_pages_are_saved_ahead_beside_decodes_but_not_beside_prompts(beside: bool) -> None:
+    one = drive(num_pages=49, watermark=0.0, ahead=SaveAhead(1.0, 2 * PAGE_BYTES, beside))
+    answer(one, PROMPT)
+    one.arrive(make_request("long", OTHER, arrival=10, max_tokens=8))
+    assert one.last.step is not None and one.last.step.prefills
+    ordered: list[bool] = []
+    while one.state.num_unfinished:
+        is_alone = not any(plan.prefills for plan in one.state.in_flight)
+        one.tick()
+        prompts = any(plan.prefills for plan in one.state.in_flight)
+        if one.last.orders.saves and one.state.num_unfinished:
+            assert beside and not prompts and len(one.state.saving) == 1
+        ordered.append(bool(one.last.orders.saves) and is_alone and bool(one.state.running))
+    assert any(ordered) == beside
+    assert idle(one) > 0
+
+
+def test_a_page_that_a_tier_has_lost_is_saved_again_when_it_is_evicted() -> None:
+    """It was saved ahead, and replaced before the device evicted it."""
+    one = drive(num_pages=12, watermark=0.0, ahead=SaveAhead())
+    answer(one, PROMPT)
+    idle(one)
+    keys = tuple(one.state.tier_keys)
+    assert len(keys) == 10
+    one.tiers.clear(weights_changed=False)  # type: ignore[union-attr]
+    one.call(TierChanged((), keys))
+    assert answer(one, OTHER) == 0 and answer(one, PROMPT) == 36
 
 
 def test_loads_add_no_steps_to_the_bound() -> None:

@@ -17,6 +17,7 @@ from jaxinfer.core.tiers import (
     CostModel,
     Load,
     Loaded,
+    Saved,
     TierChanged,
     TierOrders,
     TierPolicy,
@@ -54,6 +55,7 @@ class TierRunner:
         self._bytes = {group: form.num_bytes for group, form in mover.forms.items()}
         self._gathers: deque[Saving] = deque()  # which the device has not finished
         self._saves: deque[Save] = deque()  # which are copied to the connector's memory
+        self._num_ended = 0  # saves that ``poll`` has not reported
         self._loads: dict[int, tuple[Load, float]] = {}  # with the time of the order
         self._loading: dict[int, Loading] = {}  # those whose units the connector has brought
         self._counters = TierStats()
@@ -62,6 +64,11 @@ class TierRunner:
     def is_loading(self) -> bool:
         """True if a load has been ordered that has not been reported."""
         return bool(self._loads)
+
+    @property
+    def num_saving(self) -> int:
+        """Calls whose saves have not been reported."""
+        return len(self._gathers) + len(self._saves) + self._num_ended
 
     @property
     def num_held(self) -> int:
@@ -104,6 +111,9 @@ class TierRunner:
         self._save_gathered()
         polled = self._connector.poll(0.0 if self._loading else seconds)
         events: list[Event] = []
+        if self._num_ended:
+            events.append(Saved(self._num_ended))
+            self._num_ended = 0
         if polled.added or polled.removed:
             changed = dict.fromkeys((*polled.added, *polled.removed))
             there = dict.fromkeys(self._connector.match(tuple(changed)))
@@ -127,6 +137,7 @@ class TierRunner:
         """Drop all units; no step is in flight."""
         self._gathers.clear()
         self._saves.clear()
+        self._num_ended = 0
         for ticket in tuple(self._loads):
             self._forget(ticket)
         self._mover.settle()  # the memory that they read and write belongs to others from now on
@@ -158,6 +169,7 @@ class TierRunner:
             self._saves.append(Save(gathered, memory, since))
         while self._saves and self._saves[0].copy.is_copied:
             self._save(self._saves.popleft())
+            self._num_ended += 1
 
     def _save(self, save: Save) -> None:
         saved = dropped = num_bytes = 0
