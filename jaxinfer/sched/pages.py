@@ -222,6 +222,20 @@ class PageWriter:
         self._offered_head = position
         return found
 
+    def next_unsaved(self, count: int) -> tuple[list[int], list[bytes]]:
+        """Of the pages that ``take(count)`` returns the fresh ones, and the keys of those that it
+        evicts before they were offered.
+        """
+        fresh: list[int] = self._fresh.array()[self._fresh_head :][:count].tolist()
+        log, position = self._cached.array(), max(self._offered_head, self._cached_head)
+        keys: list[bytes] = []
+        while len(keys) < count - len(fresh) - self._num_offered and position < len(log):
+            page = int(log[position])
+            if self._stamps[page] == position:
+                keys.append(self._hash_by_page[page])
+            position += 1
+        return fresh, keys
+
     def finish(self) -> PagePool:
         """The next value; the writer must not be used afterwards."""
         return PagePool(

@@ -9,11 +9,20 @@ copied and no prompt is computed, a block at a time. An idle engine calls for th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import StepPlan
-from jaxinfer.core.tiers import SNAPSHOTS, Load, SaveAhead, TierPolicy, TierUnit, group_of
+from jaxinfer.core.tiers import (
+    MAX_SAVES,
+    SNAPSHOTS,
+    Load,
+    SaveAhead,
+    TierPolicy,
+    TierUnit,
+    group_of,
+)
 from jaxinfer.sched.moves import Evicted
 from jaxinfer.sched.state import Draft, SchedulerState
 
@@ -41,8 +50,9 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
     ``SaveAhead``.
     """
     moves, limits = draft.moves, draft.limits
+    may_save = len(moves.saving) < MAX_SAVES  # besides what must be, or launching would wait
     page_bytes = {group.pool: policy.unit_bytes[i] for i, group in enumerate(limits.groups)}
-    left, share = policy.most_save_bytes, policy.watermark
+    left, share = policy.most_save_bytes if may_save else 0, policy.watermark
     left -= policy.num_bytes(unit.key for unit in moves.saves)
 
     def most(num_bytes: int) -> int:
@@ -71,7 +81,8 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
         if load.ticket in moves.dropped:
             continue
         missing = [place for place in _places(load, limits) if place in evicted]
-        save_evicted(missing[: max(1, most(max(page_bytes.values())))])  # one at least: it goes on
+        if may_save:  # one at least: it goes on
+            save_evicted(missing[: max(1, most(max(page_bytes.values())))])
         if any(place in evicted for place in missing):
             moves.held += (load,)
         else:
@@ -89,6 +100,20 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
         for page_hash, row in found:
             moves.save_snapshot(page_hash, row)
     moves.begin_saves()
+
+
+def unsaved_bytes(draft: Draft, policy: TierPolicy, counts: Items[int]) -> int:
+    """The bytes that are saved before a load may write to so many new pages of each group, with
+    those of the saves in flight before them; 0 if all of these pages are saved.
+    """
+    moves, limits, found = draft.moves, draft.limits, 0
+    page_bytes = {group.pool: policy.unit_bytes[i] for i, group in enumerate(limits.groups)}
+    for number, count in enumerate(limits.of_pools(counts)):
+        fresh, keys = draft.pools[number].next_unsaved(count)
+        evicted = {unit.place for pool, unit in moves.evicted if pool == number}
+        num_pages = len(evicted.intersection(fresh)) + sum(not moves.knows(key) for key in keys)
+        found += num_pages * page_bytes[number]
+    return found and found + sum(map(policy.num_bytes, moves.saving))
 
 
 def _is_quiet(draft: Draft, ahead: SaveAhead) -> bool:

@@ -27,11 +27,15 @@ from jaxinfer.core.tiers import (
 )
 from jaxinfer.sched.pages import PageWriter
 from jaxinfer.sched.prefix import PrefixHit, following_page_hashes, group_keys, longest_hit
+from jaxinfer.sched.saves import unsaved_bytes
 from jaxinfer.sched.sequence import Restoring, Sequence
 from jaxinfer.sched.snapshots import SnapshotPool
 from jaxinfer.sched.state import Draft
 
 IN_TIER = -1  # in place of a page's id
+NUM_LOOKS = (
+    2  # at a load, between steps of others: its units are copied, and then are on the device
+)
 
 
 class TieredPages(NamedTuple):
@@ -99,9 +103,13 @@ def continued_in_tiers(
     for group, ids in enumerate(far.ids):
         num_bytes += ids.count(IN_TIER) * policy.unit_bytes[group]
     if not (policy.offloads and seq.was_offloaded):
-        cost, num_tokens = policy.cost, (far.num_pages - hit.num_pages) * limits.page_size
-        restoring = cost.copying(num_bytes) + cost.step_seconds
-        if restoring >= cost.computing(num_tokens, limits.max_num_batched_tokens):
+        counts = [ids.count(IN_TIER) for ids in far.ids]
+        others = any(not seq.is_prefilling for seq in draft.running.values())
+        seconds = policy.cost.restoring(
+            num_bytes, unsaved_bytes(draft, policy, counts), NUM_LOOKS if others else 0
+        )
+        num_tokens = (far.num_pages - hit.num_pages) * limits.page_size
+        if not policy.cost.restores(seconds, num_tokens, limits.max_num_batched_tokens):
             return None
     return Continued(far, hit.num_pages, state_key)
 

@@ -33,7 +33,7 @@ from jaxinfer.exec.tiers.runner import TierRunner, policy_of
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
 from kit.fake_executor import FakeExecutor
 from kit.fake_tiers import FakeMover
-from kit.invariants import check, check_ahead
+from kit.invariants import check, check_ahead, check_waits
 
 EOS = 7
 POINT = Point("embed", (1,), "float32")  # of tests in which requests tap or steer
@@ -147,6 +147,8 @@ class Drive:
         if self.recorded is not None:
             self.recorded.append((before, events, self.last))
         check(self.state)
+        if not self.offloads:
+            check_waits(self.state, self.last.orders, self.last.step)
         if self.ahead is not None and not self.watermark and not self.offloads:
             self.num_ahead += check_ahead(self.state, self.last.orders, self.ahead)
         if self.tiers is not None:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import NoReturn
 
-from jaxinfer.core.step import ScheduledSeq
-from jaxinfer.core.tiers import SNAPSHOTS, SaveAhead, TierOrders, TierUnit, group_of, key_in
+from jaxinfer.core.step import ScheduledSeq, StepPlan
+from jaxinfer.core.tiers import (
+    MAX_SAVES,
+    SNAPSHOTS,
+    SaveAhead,
+    TierOrders,
+    TierUnit,
+    group_of,
+    key_in,
+)
 from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
 
@@ -57,6 +65,21 @@ def check_ahead(state: SchedulerState, orders: TierOrders, ahead: SaveAhead) -> 
     if (size := state.tiers.num_bytes(unit.key for unit in found)) > ahead.most_bytes:
         _fail(f"{size} bytes are saved ahead in one call")
     return len(found)
+
+
+def check_waits(state: SchedulerState, orders: TierOrders, step: StepPlan | None) -> None:
+    """Check that where ``MAX_SAVES`` saves were in flight only those are added that a step cannot
+    be launched without: pages to which it writes, and states that it replaces.
+    """
+    if len(state.saving) <= MAX_SAVES or not orders.saves:
+        return
+    rows = () if step is None else step.rows
+    groups = [(group, own) for row in rows for group, own in enumerate(row.pages)]
+    written = {(state.limits.groups[group].pool, page) for group, own in groups for page in own.ids}
+    for unit in orders.saves:
+        group = group_of(unit.key)
+        if group != SNAPSHOTS and (state.limits.groups[group].pool, unit.place) not in written:
+            _fail(f"page {unit.place} is saved while {len(state.saving) - 1} saves are in flight")
 
 
 def _is_on_device(unit: TierUnit, state: SchedulerState) -> bool:

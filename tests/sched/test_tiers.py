@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from jaxinfer.core.connector import Connector, Forms
 from jaxinfer.core.shapes import cdiv
@@ -64,7 +65,7 @@ def drive(slowness: int = 0, failures: float = 0.0, **changes: Any) -> Drive:
     of_drive = {name: changes.pop(name) for name in ("ahead", "watermark") if name in changes}
 
     def connector(forms: Forms) -> Connector:
-        return Unreliable(HostTier(1 << 16, forms), 1, slowness, failures)
+        return Unreliable(HostTier(1 << 18, forms), 1, slowness, failures)
 
     values = {"num_pages": 12, "max_model_len": 48, "max_num_batched_tokens": 16} | changes
     return Drive(
@@ -195,16 +196,69 @@ def test_a_request_that_ends_while_it_restores_frees_its_load() -> None:
         (1.0, 1e9, [(36, 40)]),  # restored
         (1e9, 1.0, [(0, 16), (16, 32), (32, 40)]),  # computed
         (1.0, 1.0, [(0, 16), (16, 32), (32, 40)]),  # as long
-        (1.0, 1.1, [(36, 40)]),
+        (1.0, 1.3, [(0, 16), (16, 32), (32, 40)]),  # less, but not for certain
+        (1.0, 1.4, [(36, 40)]),
     ],
 )
 def test_costs_decide(copying: float, computing: float, expected: list[tuple[int, int]]) -> None:
     """``copying`` and ``computing``: the time of a page."""
     cost = CostModel(0.0, computing / 4, PAGE_BYTES / copying)
-    one = drive(cost=cost, slowness=1)
+    one = drive(cost=cost, slowness=1, ahead=SaveAhead())
     for prompt in (PROMPT, OTHER, PROMPT):
         answer(one, prompt)
+        idle(one)
     assert computed(one.plans, "r2") == expected
+
+
+# Qwen3-4B in bfloat16 on an H200, with the seconds of a step of few tokens
+H200 = CostModel(0.0023, 15e-6, 28e9, 0.003)
+TOKEN_BYTES = 147_456
+# tokens: whether their prefix is restored by an engine that has been idle, by one on which others
+# decode, and by one that saves the pages of a prompt of the same length first
+CHOICES = {
+    256: (False, False, False),
+    512: (False, False, False),
+    1024: (True, False, False),
+    2048: (True, True, False),
+    4096: (True, True, False),
+    16384: (True, True, True),
+}
+
+
+@pytest.mark.parametrize("length", CHOICES)
+def test_a_restore_takes_less_time_than_to_compute(length: int) -> None:
+    """The choices with the costs of an H200; all bytes are fewer by the same factor."""
+    scale = 8 / TOKEN_BYTES  # a digest in place of a token's keys and values
+    cost = replace(H200, bytes_per_second=H200.bytes_per_second * scale)
+    sizes = {"max_model_len": length + 32, "page_size": 16, "max_num_batched_tokens": 8192}
+    found: list[bool] = []
+    for state in ("idle", "beside others", "unsaved"):
+        ahead = None if state == "unsaved" else SaveAhead()
+        num_pages = length // 16 + 1 + 16
+        one = drive(cost=cost, num_pages=num_pages, watermark=0.0, ahead=ahead, **sizes)
+        prompts = [tuple((i * i + 7 * i + first) % 50 for i in range(length)) for first in (0, 1)]
+        for number, prompt in enumerate(prompts):
+            one.arrive(make_request(f"{number}", prompt, max_tokens=1))
+            one.finish()
+            idle(one)
+        if state == "beside others":
+            one.arrive(make_request("other", (1, 2, 3), arrival=5, max_tokens=16))
+            for _ in range(3):
+                one.tick()
+        one.arrive(make_request("again", prompts[0], arrival=10, max_tokens=1))
+        again = next(seq for seq in one.state.running if seq.request_id == "again")
+        found.append(again.restoring is not None)
+    assert tuple(found) == CHOICES[length]
+
+
+def test_a_restore_waits_for_saves_in_flight_only_if_it_needs_some() -> None:
+    """Where all pages that it overwrites are saved, it begins at once."""
+    seconds = {
+        unsaved: H200.restoring(4096 * TOKEN_BYTES, unsaved) for unsaved in (0, 4096 * TOKEN_BYTES)
+    }
+    assert seconds[0] == pytest.approx(0.003 + 4096 * TOKEN_BYTES / 28e9 + 0.0023)
+    assert seconds[4096 * TOKEN_BYTES] == pytest.approx(seconds[0] + 4096 * TOKEN_BYTES / 28e9)
+    assert H200.restoring(0, 0, 2) == pytest.approx(0.003 + 3 * 0.0023)
 
 
 @pytest.mark.parametrize("offloads", [True, False], ids=["offload", "recompute"])

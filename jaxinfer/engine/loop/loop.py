@@ -174,13 +174,19 @@ class EngineLoop[Handle]:
             ended = self._of_tiers()
             if not ended and self._in_flight:
                 ended = (self._collect(),)
-            elif not ended and self._tiers is not None and self._tiers.is_loading:
+            elif not ended and self._tiers is not None and self._waits_for_tiers:
                 ended = self._tiers.poll(LOAD_SECONDS)
             if not ended and not self._state.held_loads:
                 break
             news, launched = self._advance(ended)
         collected, self._collected = tuple(self._collected), []
         return Iteration(news, launched, collected)
+
+    @property
+    def _waits_for_tiers(self) -> bool:
+        """True if a load is in flight, or held until saves in flight have ended."""
+        loading = self._tiers is not None and self._tiers.is_loading
+        return loading or bool(self._state.held_loads and self._state.saving)
 
     def drain(self, events: tuple[Event, ...]) -> Iteration:
         """Apply the events and the results of all steps in flight, without launching another."""

@@ -304,7 +304,7 @@ def _from_length(cost: CostModel, forms: Forms, program: Program) -> str:
     )
     state = forms[SNAPSHOTS].num_bytes if SNAPSHOTS in forms else 0
     for count in range(1, limits.max_model_len // size + 1):
-        copying = cost.copying(count * page_bytes + state) + cost.step_seconds
-        if cost.computing(count * size, limits.max_num_batched_tokens) > copying:
+        seconds = cost.restoring(count * page_bytes + state)
+        if cost.restores(seconds, count * size, limits.max_num_batched_tokens):
             return f"from {count * size} tokens on"
     return "never, as computing them takes less time"

@@ -13,6 +13,7 @@ import msgspec
 from jaxinfer.core.connector import Connector, Content, Forms, Unit
 from jaxinfer.core.step import Event
 from jaxinfer.core.tiers import (
+    MAX_SAVES,
     SNAPSHOTS,
     CostModel,
     Load,
@@ -27,7 +28,6 @@ from jaxinfer.core.tiers import (
 from jaxinfer.exec.tiers.mover import Loading, PageMover, Saving
 
 POLL_SECONDS = 50e-6  # between two looks at copies, while nothing else is to be done
-MAX_SAVES = 2  # under way: the memory plan has space for those of two steps
 
 
 class Save(NamedTuple):
@@ -102,14 +102,19 @@ class TierRunner:
         """The events of copies that have ended; waits so long for the first of them."""
         end = time.monotonic() + seconds
         while not (events := self._polled(seconds)) and time.monotonic() < end:
-            if self._loading:
+            if self._moves:
                 time.sleep(POLL_SECONDS)
         return events
+
+    @property
+    def _moves(self) -> bool:
+        """True if the mover copies something."""
+        return bool(self._loading or self._gathers or self._saves)
 
     def _polled(self, seconds: float) -> tuple[Event, ...]:
         """The same, once; the connector is waited for if nothing else is under way."""
         self._save_gathered()
-        polled = self._connector.poll(0.0 if self._loading else seconds)
+        polled = self._connector.poll(0.0 if self._moves or self._num_ended else seconds)
         events: list[Event] = []
         if self._num_ended:
             events.append(Saved(self._num_ended))
