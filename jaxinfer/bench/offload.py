@@ -25,6 +25,7 @@ from jaxinfer.bench.results import TIERS
 from jaxinfer.bench.serve import conclude
 from jaxinfer.bench.workload import RandomLengths, random_queries
 from jaxinfer.core.errors import BenchError
+from jaxinfer.engine.api.vllm_args import RENAMED
 
 if TYPE_CHECKING:
     from jaxinfer import AsyncLLM
@@ -53,7 +54,7 @@ def main(arguments: list[str], read_settings: ReadSettings) -> int:
     parser.add_argument("--metric-percentiles", type=percents, default=[50.0, 90.0, 99.0])
     add_output(parser)
     given, more = parser.parse_known_args(arguments)
-    settings = read_settings(more)
+    settings = {RENAMED.get(name, name): value for name, value in read_settings(more).items()}
     page = int(settings.get("page_size", PAGE))
     longest = max(given.lengths)
     of_others = given.others * ((OTHER_PROMPT + OTHER_ANSWER) // page + 2)

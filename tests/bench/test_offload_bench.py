@@ -91,7 +91,11 @@ class Engine:
 
 
 def run(
-    path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, *more: str
+    path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    *more: str,
+    own: dict[str, Any] | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """The exit code and the engine's settings."""
     asked: dict[str, Any] = {}
@@ -117,7 +121,8 @@ def run(
     monkeypatch.setattr(offload, "device_of", lambda _: {"device": "none"})
     monkeypatch.setattr(offload, "link_bytes_per_second", lambda _: 8e9)
     words = ["--lengths=16,64", "--num-iters=3", "--kv-offloading-size=1", f"--output={path}"]
-    return offload.main([*words, *more], lambda _: {"max_num_seqs": 2}), asked
+    flags = {"max_num_seqs": 2, **({} if own is None else own)}
+    return offload.main([*words, *more], lambda _: flags), asked
 
 
 def test_a_prompt_is_cold_then_on_the_device_then_in_host_memory(
@@ -160,6 +165,18 @@ def test_others_decode_while_a_prompt_is_measured(
     report = (tmp_path / "run" / "report.md").read_text()
     assert "TPOT of others" in report and "link, GB/s" in report
     assert verify.main([str(tmp_path / "run")]) == 0
+
+
+def test_the_pool_has_the_pages_of_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names are vLLM's; so many other prompts are sent that all pages are evicted."""
+    own = {"num_gpu_blocks_override": 20, "block_size": 32}
+    _, settings = run(tmp_path / "run", Engine(20 * 32), monkeypatch, own=own)
+    assert settings["num_pages"] == 20 and settings["page_size"] == 32
+    assert not {*own} & {*settings}
+    rows = json.loads((tmp_path / "run" / "result.json").read_text())["tiers"]
+    assert all(row["restored_prompts"] == 3 for row in rows)
 
 
 def test_a_prompt_that_left_the_device_at_once_is_an_error(
