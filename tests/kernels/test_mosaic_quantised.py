@@ -328,8 +328,9 @@ def test_weights_that_are_not_arranged_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tokens", "swiglu", "config"),
     [
-        pytest.param(8, False, TiledConfig(8, 128, 4, 4, integers=True), id="integers"),
-        pytest.param(8, True, TiledConfig(8, 128, 2, 8, 1, True, integers=True), id="gates"),
+        pytest.param(4, False, TiledConfig(8, 128, 4, 4, integers=True), id="integers"),
+        pytest.param(4, True, TiledConfig(8, 256, 2, 4, 1, True, integers=True), id="gates"),
+        pytest.param(8, False, TiledConfig(8, 128, 4, 4), id="more_tokens_than_a_quad"),
         pytest.param(16, False, TiledConfig(16, 128, 4, 4), id="four_warpgroups"),
         pytest.param(16, True, TiledConfig(16, 128, 2, 6, 1, True), id="gates_and_ups"),
         pytest.param(64, True, TiledConfig(64, 128, 2, 3, 1, True, True), id="two_ctas_per_sm"),

@@ -28,6 +28,7 @@ MAX_TOKENS = 128  # for more ``tiled.large`` is as fast or faster
 BLOCK_TOKENS = 64  # of a CTA
 FEW_TOKENS = 16, 32  # see ``configs``
 SCALED_GROUP = 128  # smaller groups scale weights, where there are more tokens than 8
+NARROW = 8  # SMs for each CTA of gates and ups; see ``TiledSizes.is_narrow``
 MAX_SPLIT_K = 4  # each partial is written once and read once
 SMEM_BYTES = 220 << 10  # of an SM, without barriers and factors
 IN_FLIGHT_BYTES = 160 << 10  # of a CTA; for at most 32 tokens more steps than four are no faster
@@ -57,6 +58,16 @@ class TiledSizes(NamedTuple):
     def halves(self) -> int:
         """2 with swiglu (gate and up), else 1."""
         return 1 + self.swiglu
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if gates and ups have so few outputs that most SMs would have none.
+
+        SwiGLU is not linear, so its result cannot be split: gates and ups are then two results of
+        a split call, and XLA adds and multiplies. The shared expert of Qwen3.5-35B-A3B in int4 has
+        512 of them: a CTA each on 8 of 132 SMs.
+        """
+        return self.swiglu and self.outer // TILE * NARROW <= current_device().num_sms
 
     @property
     def tile_bytes(self) -> int:
@@ -208,7 +219,7 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
     in_flight = IN_FLIGHT_BYTES_OF_TWO if sizes.swiglu else IN_FLIGHT_BYTES
     if sizes.normed:
         in_flight = min(in_flight, SMEM_BYTES // (1 + sizes.swiglu) - sizes.token_bytes)
-    found = _integer_configs(sizes) if sizes.tokens <= MMA_TOKENS else []
+    found = _integer_configs(sizes) if sizes.tokens <= QUAD else []
     for warpgroups, span in product((4, 2, 1), spans):
         by_half = sizes.swiglu and warpgroups > 1
         one = TiledConfig(block_t, span, warpgroups, 2, 1, by_half, own_copies, scales=scales)

@@ -17,7 +17,7 @@ swizzled tiles [8, chunk].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,6 +64,7 @@ from pallas_kernels.quantised_gemm.tiled.step import (
     zeros,
 )
 from pallas_kernels.residual_norm import token
+from pallas_kernels.skinny_gemm.ref import swiglu
 
 LOADS_IN_FLIGHT = 6  # of a thread that rounds tokens, 8 bytes each; more take more registers
 
@@ -412,7 +413,11 @@ def _launch(spec: Spec, gmem: Gmem, total_type: jax.ShapeDtypeStruct | None = No
 @jax.jit  # one trace for all layers
 def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O], or float32[S, T, O]
     """See ``quantised_gemm.api``; the weights are arranged (``tiled.arrange``)."""
-    return launch_with(choose_config(sizes_of(args)), args)
+    sizes = sizes_of(args)
+    if sizes.is_narrow:
+        found = quantised_gemm(replace(args, swiglu=False, split=True, wide=True))
+        return swiglu(found if found.ndim == 2 else found.sum(axis=0)).astype(args.x.dtype)
+    return launch_with(choose_config(sizes), args)
 
 
 def launch_with(
