@@ -106,6 +106,7 @@ class Drive:
     watermark: float = TierPolicy().watermark
     ahead: SaveAhead | None = None
     num_looks: int = 0  # see ``FakeMover``
+    most_saving_bytes: int = 1 << 62  # see ``TierRunner``
     # each call: the state before it, its events and output
     recorded: list[tuple[SchedulerState, tuple[Event, ...], ScheduleOutput]] | None = None
     plans: list[StepPlan] = field(default_factory=list)
@@ -126,7 +127,12 @@ class Drive:
                 watermark=self.watermark,
                 ahead=self.ahead,
             )
-            self.tiers = TierRunner(mover, self.connector(mover.forms), policy)
+            self.tiers = TierRunner(
+                mover,
+                self.connector(mover.forms),
+                policy,
+                most_saving_bytes=self.most_saving_bytes,
+            )
         policy = None if self.tiers is None else self.tiers.policy
         self.state = initial_state(self.limits, tiers=policy)
         self.flying: list[StepResult] = []

@@ -38,6 +38,10 @@ class FakeMover:
         found = [(unit.key, self._content(unit).copy()) for unit in units]
         return FakeSaving(found, self._num_looks)
 
+    def gathered_bytes(self, units: Sequence[TierUnit]) -> int:
+        """Without padding."""
+        return sum(self.forms[group_of(unit.key)].num_bytes for unit in units)
+
     def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> ArrayLoading:
         """Write units to their places."""
         for place, unit in zip(places, units, strict=True):

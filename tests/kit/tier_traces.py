@@ -69,6 +69,7 @@ class TierTrace:
             watermark=draw.choice((0.0, 0.25)),
             ahead=self._ahead,
             num_looks=draw.choice((0, 0, 1, 3)),
+            most_saving_bytes=draw.choice((1 << 62, 4 * PAGE_BYTES, 0)),
             recorded=[] if seed % 25 == 0 else None,
         )
 

@@ -27,7 +27,7 @@ from jaxinfer.core.tiers import SNAPSHOTS, CostModel, SaveAhead
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.memory_plan import shown
 from jaxinfer.exec.compile.program import Program
-from jaxinfer.exec.compile.tier_memory import block_bytes
+from jaxinfer.exec.compile.tier_memory import block_bytes, saving_bytes
 from jaxinfer.exec.run.copy_stream import CudaCopyStream
 from jaxinfer.exec.run.cuda_driver import registered_memory
 from jaxinfer.exec.run.executor import Executor
@@ -213,7 +213,7 @@ def begin_tiers(
         watermark=min(policy.watermark, ahead.share),
         ahead=ahead,
     )
-    return TierRunner(mover, connector, policy, sizes)
+    return TierRunner(mover, connector, policy, sizes, saving_bytes(plan.program))
 
 
 def saved_ahead(program: Program, forms: Forms, size: int) -> SaveAhead:

@@ -13,7 +13,6 @@ import msgspec
 from jaxinfer.core.connector import Connector, Content, Forms, Unit
 from jaxinfer.core.step import Event
 from jaxinfer.core.tiers import (
-    MAX_SAVES,
     SNAPSHOTS,
     CostModel,
     Load,
@@ -36,6 +35,7 @@ class Save(NamedTuple):
     copy: Saving
     memory: list[Content | None]
     since: float
+    num_bytes: int  # of the device
 
 
 class TierRunner:
@@ -47,13 +47,17 @@ class TierRunner:
         connector: Connector,
         policy: TierPolicy,
         sizes: Callable[[], Mapping[str, float]] = dict,
+        most_saving_bytes: int = 1 << 62,
     ) -> None:
-        """``sizes``: the present values of ``TierStats``."""
+        """``sizes``: the present values of ``TierStats``. ``most_saving_bytes``: of the device, for
+        saves in flight; a larger one waits until it is alone.
+        """
+        self._most_saving_bytes, self._saving_bytes = most_saving_bytes, 0
         self._mover, self._connector, self._sizes = mover, connector, sizes
         self.policy = policy
         self._version = b""  # of the weights: see ``Connector.clear``
         self._bytes = {group: form.num_bytes for group, form in mover.forms.items()}
-        self._gathers: deque[Saving] = deque()  # which the device has not finished
+        self._gathers: deque[tuple[Saving, int]] = deque()  # not finished by the device; bytes
         self._saves: deque[Save] = deque()  # which are copied to the connector's memory
         self._num_ended = 0  # saves that ``poll`` has not reported
         self._loads: dict[int, tuple[Load, float]] = {}  # with the time of the order
@@ -85,10 +89,12 @@ class TierRunner:
         for ticket in orders.dropped:
             self._forget(ticket)
         if orders.saves:
-            while len(self._gathers) + len(self._saves) >= MAX_SAVES:
+            size = self._mover.gathered_bytes(orders.saves)
+            while self._saving_bytes and self._saving_bytes + size > self._most_saving_bytes:
                 time.sleep(POLL_SECONDS)
                 self._save_gathered()
-            self._gathers.append(self._mover.gather(orders.saves))
+            self._gathers.append((self._mover.gather(orders.saves), size))
+            self._saving_bytes += size
         for load in orders.loads:
             self._loads[load.ticket] = load, time.monotonic()
             self._connector.load(load.ticket, load.keys)
@@ -142,7 +148,7 @@ class TierRunner:
         """Drop all units; no step is in flight."""
         self._gathers.clear()
         self._saves.clear()
-        self._num_ended = 0
+        self._num_ended = self._saving_bytes = 0
         for ticket in tuple(self._loads):
             self._forget(ticket)
         self._mover.settle()  # the memory that they read and write belongs to others from now on
@@ -167,14 +173,16 @@ class TierRunner:
 
     def _save_gathered(self) -> None:
         """Copy units that the device has gathered, and save those that have been copied."""
-        while self._gathers and self._gathers[0].is_ready:
-            since, gathered = time.monotonic(), self._gathers.popleft()
+        while self._gathers and self._gathers[0][0].is_ready:
+            since, (gathered, size) = time.monotonic(), self._gathers.popleft()
             memory = [self._connector.reserve(group_of(key), key) for key in gathered.keys]
             gathered.copy_to(memory)
-            self._saves.append(Save(gathered, memory, since))
+            self._saves.append(Save(gathered, memory, since, size))
         while self._saves and self._saves[0].copy.is_copied:
-            self._save(self._saves.popleft())
+            save = self._saves.popleft()
+            self._save(save)
             self._num_ended += 1
+            self._saving_bytes -= save.num_bytes
 
     def _save(self, save: Save) -> None:
         saved = dropped = num_bytes = 0
