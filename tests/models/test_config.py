@@ -322,8 +322,8 @@ def test_the_part_of_mimos_heads_that_rotates() -> None:
         if isinstance(m, AttentionConfig) and m.rope is not None
     }
     assert found == {(True, None), (False, 8)}
-    with pytest.raises(ConfigError, match="'partial_rotary_factor' is 0.5, .* supports only 1.0"):
-        section = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 1e4}
+    with pytest.raises(ConfigError, match="'partial_rotary_factor' is 0.25, .* supports only 0.5"):
+        section = {"rope_type": "default", "partial_rotary_factor": 0.25, "rope_theta": 1e4}
         build_model({**tiny_config("minimax"), "rope_parameters": section}, "float32")
 
 
