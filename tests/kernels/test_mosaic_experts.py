@@ -23,7 +23,7 @@ from pallas_kernels.experts import cases, hopper, launch, tiles, triton
 from pallas_kernels.experts.api import OP
 from pallas_kernels.experts.cases import ExpertsCase
 from pallas_kernels.experts.ref import ExpertsArgs
-from pallas_kernels.experts.stack import GEGLU, PLAIN
+from pallas_kernels.experts.stack import GEGLU, PLAIN, Activation
 from pallas_kernels.gemm import tiles as gemm_tiles
 from pallas_kernels.harness.registry import Impl, select
 from pallas_kernels.harness.testing import mismatch
@@ -287,3 +287,9 @@ def test_steps_of_few_tokens() -> None:
 def test_tokens_are_sorted_if_an_item_is_narrow(inner: int, all_tokens: bool) -> None:
     args = _shapes(replace(CASES["gemma4_26b_t8"], tokens=64, inner=inner))
     assert launch.sizes_of(args)[0].all_tokens == all_tokens
+
+
+def test_other_activations_are_refused_with_a_reason() -> None:
+    (args,) = cases.build(BF16, seed=0).args
+    refused = launch.supports(replace(args, activation=Activation(kind="gelu")))
+    assert refused == "the activation is gelu, not one of silu, gelu_tanh"

@@ -378,8 +378,8 @@ def test_experts_of_a_layer_are_quantised_alike() -> None:
         ("qwen3_moe", {"mlp_only_layers": [2]}, "'mlp_only_layers' must be a list of layers below"),
         (
             "mixtral",
-            {"hidden_act": "gelu"},
-            "'hidden_act' is 'gelu', and this family supports only",
+            {"hidden_act": "softplus"},
+            "'hidden_act' is 'softplus'; known activations are",
         ),
         ("gpt_oss", {"experts_per_token": 4}, "'experts_per_token' is 4 and 'num_experts_per_tok'"),
         ("gpt_oss", {"swiglu_limit": -1}, "'swiglu_limit' must be a positive number"),
