@@ -43,7 +43,7 @@ from pallas_kernels.quantised_gemm.tiled.integers import (
     whole_numbers,
 )
 from pallas_kernels.quantised_gemm.tiled.launch import (
-    QUAD,
+    INTEGER_TOKENS,
     TiledConfig,
     choose_config,
     result_shape,
@@ -360,13 +360,12 @@ def _scratch_types(spec: Spec, parts: Parts) -> TiledScratch:
     config, sizes, count = spec.config, spec.sizes, spec.config.warpgroups
     others, normed = max(1, count - 1), dict[str, Any]()
     if config.integers:
-        quads = -(-sizes.tokens // QUAD)
         steps = -(-(sizes.inner // config.block_k) // config.split_k)
         chunks = steps * config.block_k // spec.chunk
         normed = {
             "x_smem": None,
-            "bytes_smem": plgpu.SMEM((chunks, quads, COLUMNS, 4, spec.chunk // 4), jnp.int8),
-            "units_smem": plgpu.SMEM((2, quads * QUAD, chunks), jnp.float32),
+            "bytes_smem": plgpu.SMEM((chunks, COLUMNS, 4, spec.chunk // 4), jnp.int8),
+            "units_smem": plgpu.SMEM((2, INTEGER_TOKENS, chunks), jnp.float32),
             "squares_smem": plgpu.SMEM((count, token.SPAN // spec.chunk), jnp.float32),
             "squares_barrier": plgpu.Barrier(num_arrivals=count),
             "normed_barrier": plgpu.Barrier(num_arrivals=count),
