@@ -1,14 +1,17 @@
 """Which calls the GPU kernels of paged_prefill support, and their tile sizes.
 
 Owns: ``mosaic_supports``, ``split_supports``, ``triton_supports``, ``result_shapes``,
-``TritonConfig``, ``choose_config`` (the tuned one, else that of a heuristic), ``split_config``.
+``TritonConfig``, ``choose_config`` (the tuned one, else that of a heuristic), ``split_config``,
+``sizes_of``.
 Imports neither Triton nor Mosaic, so it works where they are not installed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -91,6 +94,38 @@ class TritonConfig:
     num_stages: int
     value_columns: int = 0
 
+    def value_tile(self, head_dim: int) -> int:
+        """The columns of values of a CTA, also those of padding."""
+        dim_tile = power_of_two(head_dim)
+        return min(self.value_columns or dim_tile, dim_tile)
+
+
+def sizes_of(
+    q: jax.Array,  # [T, N, H]
+    args: Any,  # the pages, the context and the settings of a ``PrefillArgs`` or ``DecodeArgs``
+    tile: TritonConfig,
+) -> dict[str, Any]:
+    """The launch parameters that all Triton kernels of tiles have."""
+    (_, n, h), (page_size, num_kv_heads) = q.shape, args.k_pages.shape[1:3]
+    group = n // num_kv_heads
+    return {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "table_width": args.page_table.shape[1],
+        "SCALE": args.scale * math.log2(math.e),
+        "CAP": (args.cap or 0.0) / args.scale,
+        "WINDOW": args.window or 0,
+        "HAS_SINKS": args.sinks is not None,
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": h,
+        "DIM_TILE": power_of_two(h),
+        "PAGE_SIZE": page_size,
+        "ROWS": tile.rows,
+        "TOKENS": tile.rows // group,
+        "BLOCK": tile.block,
+    }
+
 
 @dataclass(frozen=True)
 class SplitConfig:
@@ -160,8 +195,7 @@ def split_config(args: PrefillArgs) -> SplitConfig:
     """
     (_, n, h), num_kv_heads = args.q.shape, args.k_pages.shape[2]
     tile = _split_tile(args)
-    dim_tile = power_of_two(h)
-    parts = dim_tile // min(tile.value_columns or dim_tile, dim_tile)
+    parts = power_of_two(h) // tile.value_tile(h)
     ctas = max(current_device().num_sms // (num_kv_heads * parts), 1)
     keys = most_keys(args, tile.rows // (n // num_kv_heads))
     splits = max(min(ctas, keys // MIN_KEYS, MAX_SPLITS), 1)

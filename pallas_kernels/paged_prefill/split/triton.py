@@ -1,6 +1,6 @@
 """paged_prefill in Triton for few queries of long contexts: the keys of a tile in several splits.
 
-A tile is as in ``paged_prefill.triton``. The fewer tiles a row has and the more keys, the more
+A tile is as in ``paged_prefill.tile``. The fewer tiles a row has and the more keys, the more
 splits each of its tiles has, so that one sequence's last tokens fill the GPU. A row's splits do not
 depend on other rows. The CTAs of a kv head take pairs of a tile and a split round-robin, so the
 grid depends on shapes alone and no CTA starts in vain. A tile's last CTA to arrive merges the
@@ -15,11 +15,19 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.lib.attention_triton import first_state
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.lib.splits_triton import arrives_last, merged, store_state
 from pallas_kernels.paged_prefill import launch
 from pallas_kernels.paged_prefill.ref import PrefillArgs
-from pallas_kernels.paged_prefill.triton import LOG2_E, attend_keys
+from pallas_kernels.paged_prefill.tile import (
+    attend_keys,
+    context_of,
+    load_queries,
+    offsets_of,
+    oldest_key,
+    store_result,
+)
 
 COLUMNS = tl.constexpr(32)  # of values that are merged at the same time ...
 UNROLL = tl.constexpr(6)  # ... from so many splits: more of both would spill registers
@@ -43,13 +51,13 @@ def _splits_of(
 
 @triton.jit
 def _merge_tile(
-    out,  # [T, N, H]
+    out,  # of the tile
     accs,  # float32[splits, pairs, VALUE_TILE], of the tile
     m_l,  # float32[splits, 2, pairs]
     used,  # splits
     pair,  # int32[ROWS]
     in_count,  # mask of pairs
-    at_head,  # int32[ROWS, 1]: of each pair in out
+    in_tile,  # int32[ROWS]: see ``offsets_of``
     first_column,  # of the values that the CTA has
     pairs,
     HEAD_DIM: tl.constexpr,
@@ -65,7 +73,7 @@ def _merge_tile(
         )
         of_head = first_column + column
         inside = in_count[:, None] & (of_head < HEAD_DIM)[None, :]
-        to = out + at_head + of_head[None, :]
+        to = out + (in_tile[:, None] + of_head[None, :])
         tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -124,7 +132,6 @@ def _attend_splits(
 
     pair = tl.arange(0, ROWS)
     token = pair // GROUP
-    dims = tl.arange(0, DIM_TILE)
     for item in range(tl.program_id(1), tl.sum(items, 0), tl.num_programs(1)):
         row = tl.sum((items_up_to <= item).to(tl.int32), 0)
         index = item - tl.sum(tl.where(rows < row, items, 0), 0)  # among the row's
@@ -136,12 +143,9 @@ def _attend_splits(
         splits = _splits_of(tiles, length, WINDOW, TOKENS, SPLITS, CTAS, MIN_KEYS)
         split = index // tiles
         first_token = row_start + index % tiles * TOKENS
-        count = tl.minimum(row_end - first_token, TOKENS)
-        position = length - (row_end - first_token)  # of the first query in its context
+        count, position = context_of(first_token, row_end, length, TOKENS)
         end = position + count
-        start = 0
-        if WINDOW > 0:
-            start = tl.maximum(position - WINDOW + 1, 0)
+        start = oldest_key(position, WINDOW)
         keys = tl.maximum(end - start, 0)
         per_split = tl.cdiv(tl.cdiv(keys, splits), BLOCK) * BLOCK
         used = tl.maximum(tl.cdiv(keys, tl.maximum(per_split, 1)), 1)
@@ -149,17 +153,12 @@ def _attend_splits(
             lower = start + split * per_split
             upper = tl.minimum(lower + per_split, end)
             in_count = token < count
-            head = (first_token + token) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + pair % GROUP
-            at_head = (head * HEAD_DIM)[:, None]
-            readable = in_count[:, None] & (dims < HEAD_DIM)[None, :]
-            query = tl.load(q + at_head + dims[None, :], mask=readable, other=0.0)
-            if SCALED and q.dtype.element_ty == tl.bfloat16:
-                query = query.to(tl.float16)  # see paged_prefill.triton
-            m_i = tl.full((ROWS,), float("-inf"), tl.float32)
-            l_i = tl.zeros((ROWS,), tl.float32)
+            at_tile, in_tile = offsets_of(first_token, kv_head, pair, NUM_KV_HEADS, GROUP, HEAD_DIM)
+            query = load_queries(q + at_tile, in_tile, in_count, HEAD_DIM, DIM_TILE, SCALED)
+            head = kv_head * GROUP + pair % GROUP
+            m_i, l_i = first_state(sinks, head, False, ROWS)
             if HAS_SINKS and split == used - 1:
-                m_i = tl.load(sinks + kv_head * GROUP + pair % GROUP).to(tl.float32) * LOG2_E
-                l_i = tl.full((ROWS,), 1.0, tl.float32)
+                m_i, l_i = first_state(sinks, head, True, ROWS)
             m_i, l_i, acc = attend_keys(
                 query, position, token, m_i, l_i, k_pages + kv_head * HEAD_DIM,
                 v_pages + kv_head * HEAD_DIM, k_scales + kv_head, v_scales + kv_head, columns,
@@ -168,10 +167,7 @@ def _attend_splits(
                 BLOCK, True,
             )  # fmt: skip
             if used == 1:
-                result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # padding has l_i = 0
-                inside = in_count[:, None] & (columns < HEAD_DIM)[None, :]
-                to = out + at_head + columns[None, :]
-                tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+                store_result(out + at_tile, in_tile, columns, in_count, l_i, acc, HEAD_DIM)
             else:
                 # The states of a tile are adjacent, without those of tokens that it lacks.
                 pairs = count * GROUP
@@ -186,7 +182,7 @@ def _attend_splits(
                 )  # fmt: skip
                 if arrives_last(arrivals + first_token * (NUM_KV_HEADS * PARTS) + part, used):
                     _merge_tile(
-                        out, own_accs, own_m_l, used, pair, in_count, at_head,
+                        out + at_tile, own_accs, own_m_l, used, pair, in_count, in_tile,
                         part % PARTS * VALUE_TILE, pairs, HEAD_DIM, VALUE_TILE, SPLITS,
                     )  # fmt: skip
 
@@ -198,19 +194,14 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
 
 def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """``paged_prefill`` with a given configuration."""
-    (t, n, h), (page_size, num_kv_heads) = args.q.shape, args.k_pages.shape[1:3]
-    num_seqs, table_width = args.page_table.shape
-    num_starts = num_seqs + 1
-    group = n // num_kv_heads
-    tile, splits = config.tile, config.splits
-    tokens = tile.rows // group
-    dim_tile = power_of_two(h)
-    value_tile = min(tile.value_columns or dim_tile, dim_tile)
-    parts = num_kv_heads * (dim_tile // value_tile)
+    (t, _, h), num_starts = args.q.shape, args.query_start_loc.shape[0]
+    sizes, value_tile = launch.sizes_of(args.q, args, config.tile), config.tile.value_tile(h)
+    parts = sizes["NUM_KV_HEADS"] * (sizes["DIM_TILE"] // value_tile)
     arrivals = args.arrivals
     if arrivals is None:
         arrivals = jax.new_ref(jnp.zeros(t * parts, jnp.int32))
-    states = (t, parts, splits)
+    states, group = (t, parts, config.splits), sizes["GROUP"]
+    items = config.splits * (t // sizes["TOKENS"] + num_starts)
     out, _, _ = jt.triton_call(
         args.q,
         args.k_pages,
@@ -228,29 +219,15 @@ def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # 
             jax.ShapeDtypeStruct((*states, group * value_tile), jnp.float32),
             jax.ShapeDtypeStruct((*states, 2 * group), jnp.float32),
         ),
-        grid=(parts, min(launch.RESIDENT * config.ctas, splits * (t // tokens + num_starts))),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        SCALE=args.scale * LOG2_E.value,
-        CAP=(args.cap or 0.0) / args.scale,
-        WINDOW=args.window or 0,
-        HAS_SINKS=args.sinks is not None,
-        SCALED=args.k_scales is not None,
+        grid=(parts, min(launch.RESIDENT * config.ctas, items)),
         num_tokens=t,
         num_starts=num_starts,
-        table_width=table_width,
+        SCALED=args.k_scales is not None,
         STARTS_TILE=max(launch.FEW_STARTS_TILE, power_of_two(num_starts)),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=h,
-        DIM_TILE=dim_tile,
         VALUE_TILE=value_tile,
-        PAGE_SIZE=page_size,
-        ROWS=tile.rows,
-        TOKENS=tokens,
-        BLOCK=tile.block,
-        SPLITS=splits,
+        SPLITS=config.splits,
         CTAS=config.ctas,
         MIN_KEYS=launch.MIN_KEYS,
+        **sizes,
     )
     return out
