@@ -50,6 +50,21 @@ def result_of(l_i, acc):
 
 
 @triton.jit
+def with_state(m_i, l_i, acc, m_ij, l_ij, acc_ij):
+    """The state of two sets of keys, of which one may be empty.
+
+    ``fma`` is written, since a compiler that chose it itself might do so in one kernel alone.
+    """
+    m_new = tl.maximum(m_i, m_ij)
+    base = finite(m_new)
+    alpha = tl.exp2(m_i - base)
+    beta = tl.exp2(m_ij - base)
+    l_new = tl.fma(l_i, alpha, l_ij * beta)
+    acc_new = tl.fma(acc, alpha[:, None], acc_ij * beta[:, None])
+    return m_new, l_new, acc_new
+
+
+@triton.jit
 def slots_of(
     page_ids,  # int32[M] of the row
     position,  # int32[BLOCK]

@@ -28,6 +28,7 @@ from pallas_kernels.lib.attention_triton import (
     is_visible,
     result_of,
     slots_of,
+    with_state,
 )
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.lib.rows_triton import row_of_tile
@@ -40,18 +41,6 @@ from pallas_kernels.paged_prefill.tile import (
     oldest_key,
     store_result,
 )
-
-
-@triton.jit
-def _merged(m_i, l_i, acc, m_ij, l_ij, acc_ij):
-    """The state of the splits so far and of the next one."""
-    m_new = tl.maximum(m_i, m_ij)
-    base = finite(m_new)
-    alpha = tl.exp2(m_i - base)
-    beta = tl.exp2(m_ij - base)
-    l_new = tl.fma(l_i, alpha, l_ij * beta)
-    acc_new = tl.fma(acc, alpha[:, None], acc_ij * beta[:, None])
-    return m_new, l_new, acc_new
 
 
 @triton.jit
@@ -190,7 +179,7 @@ def _attend(
                 tl.minimum(start + SPLIT, end),
                 SCALE, CAP, WINDOW, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, ROWS, BLOCK,
             )  # fmt: skip
-            m_i, l_i, acc = _merged(m_i, l_i, acc, m_ij, l_ij, acc_ij)  # type: ignore[misc]
+            m_i, l_i, acc = with_state(m_i, l_i, acc, m_ij, l_ij, acc_ij)  # type: ignore[misc]
         store_result(out + at_tile, in_tile, dims, in_count, l_i, acc, HEAD_DIM)
 
 
@@ -231,7 +220,7 @@ def _merge(
         l_ij = tl.load(at_m + NUM_HEADS, mask=is_head, other=0.0)
         at_acc = at_split * (NUM_HEADS * HEAD_DIM)
         acc_ij = tl.load(accs + at_acc + in_row, mask=inside, other=0.0)
-        m_i, l_i, acc = _merged(m_i, l_i, acc, m_ij, l_ij, acc_ij)  # type: ignore[misc]
+        m_i, l_i, acc = with_state(m_i, l_i, acc, m_ij, l_ij, acc_ij)  # type: ignore[misc]
     result = tl.where(length > 0, result_of(l_i, acc), 0.0)
     at_out = row.to(tl.int64) * (NUM_HEADS * HEAD_DIM)
     tl.store(out + at_out + in_row, result.to(out.dtype.element_ty), mask=inside)

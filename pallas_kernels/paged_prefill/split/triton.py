@@ -17,7 +17,14 @@ import triton.language as tl
 
 from pallas_kernels.lib.attention_triton import first_state
 from pallas_kernels.lib.numerics import power_of_two
-from pallas_kernels.lib.splits_triton import arrives_last, merged, store_state
+from pallas_kernels.lib.splits_triton import (
+    arrives_last,
+    entries_of_split,
+    item_of,
+    merged,
+    splits_of,
+    store_state,
+)
 from pallas_kernels.paged_prefill import launch
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.paged_prefill.tile import (
@@ -34,19 +41,13 @@ UNROLL = tl.constexpr(6)  # ... from so many splits: more of both would spill re
 
 
 @triton.jit
-def _splits_of(
-    tiles,  # of a row
-    length,  # of its context
+def _most_keys(
+    length,  # of a row's context
     WINDOW: tl.constexpr,
     TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CTAS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
 ):
-    """The splits of each tile of a row; a tile that sees fewer keys may use fewer."""
-    keys = tl.minimum(length, WINDOW + TOKENS - 1) if WINDOW > 0 else length
-    splits = tl.minimum(CTAS // tl.maximum(tiles, 1), SPLITS)
-    return tl.maximum(tl.minimum(splits, tl.cdiv(keys, MIN_KEYS)), 1)
+    """The largest number of keys that a tile of the row sees."""
+    return tl.minimum(length, WINDOW + TOKENS - 1) if WINDOW > 0 else length
 
 
 @triton.jit
@@ -125,30 +126,26 @@ def _attend_splits(
     ends = tl.load(query_start_loc + rows + 1, mask=rows + 1 < num_starts, other=num_tokens)
     lengths = tl.load(seq_lens + rows, mask=rows + 1 < num_starts, other=0)
     tiles_of_rows = tl.cdiv(ends - starts, TOKENS)
-    items = tiles_of_rows * _splits_of(
-        tiles_of_rows, lengths, WINDOW, TOKENS, SPLITS, CTAS, MIN_KEYS
-    )
-    items_up_to = tl.cumsum(items, 0)
+    most = _most_keys(lengths, WINDOW, TOKENS)
+    items = tiles_of_rows * splits_of(tiles_of_rows, most, SPLITS, CTAS, MIN_KEYS)
 
     pair = tl.arange(0, ROWS)
     token = pair // GROUP
     for item in range(tl.program_id(1), tl.sum(items, 0), tl.num_programs(1)):
-        row = tl.sum((items_up_to <= item).to(tl.int32), 0)
-        index = item - tl.sum(tl.where(rows < row, items, 0), 0)  # among the row's
+        row, index = item_of(item, rows, items)
         row_start = tl.load(query_start_loc + row)
         is_row = row + 1 < num_starts  # False for padding
         row_end = tl.load(query_start_loc + row + 1, mask=is_row, other=num_tokens)
         length = tl.load(seq_lens + row, mask=is_row, other=0)
         tiles = tl.cdiv(row_end - row_start, TOKENS)
-        splits = _splits_of(tiles, length, WINDOW, TOKENS, SPLITS, CTAS, MIN_KEYS)
+        splits = splits_of(tiles, _most_keys(length, WINDOW, TOKENS), SPLITS, CTAS, MIN_KEYS)
         split = index // tiles
         first_token = row_start + index % tiles * TOKENS
         count, position = context_of(first_token, row_end, length, TOKENS)
         end = position + count
         start = oldest_key(position, WINDOW)
         keys = tl.maximum(end - start, 0)
-        per_split = tl.cdiv(tl.cdiv(keys, splits), BLOCK) * BLOCK
-        used = tl.maximum(tl.cdiv(keys, tl.maximum(per_split, 1)), 1)
+        per_split, used = entries_of_split(keys, splits, BLOCK)
         if split < used:
             lower = start + split * per_split
             upper = tl.minimum(lower + per_split, end)
