@@ -132,12 +132,18 @@ class SplitConfig:
     """Tile sizes and launch parameters of the Triton kernel with splits.
 
     ``splits``: of a tile at most, a power of two; ``ctas``: of each kv head and part of its values,
-    one for each SM.
+    one for each SM. ``resident``: CTAs of an SM at most. With ``merges`` the last CTA of a tile to
+    arrive merges its states, else a second kernel does. So many ``columns`` of values are merged at
+    the same time, from ``unroll`` splits: more of both would spill registers.
     """
 
     tile: TritonConfig
     splits: int
     ctas: int
+    resident: int = RESIDENT
+    merges: bool = True
+    columns: int = 32
+    unroll: int = 6
 
 
 def num_warpgroups(head_dim: int, window: int | None, num_tokens: int) -> int:

@@ -9,6 +9,8 @@ states of its splits in order (Flash-Decoding: Dao et al., 2023).
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import jax_triton as jt
@@ -17,6 +19,7 @@ import triton.language as tl
 
 from pallas_kernels.lib.attention_triton import first_state
 from pallas_kernels.lib.numerics import power_of_two
+from pallas_kernels.lib.rows_triton import row_of_tile
 from pallas_kernels.lib.splits_triton import (
     arrives_last,
     entries_of_split,
@@ -35,9 +38,6 @@ from pallas_kernels.paged_prefill.tile import (
     oldest_key,
     store_result,
 )
-
-COLUMNS = tl.constexpr(32)  # of values that are merged at the same time ...
-UNROLL = tl.constexpr(6)  # ... from so many splits: more of both would spill registers
 
 
 @triton.jit
@@ -64,9 +64,13 @@ def _merge_tile(
     HEAD_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FIRST,  # the first column that is merged, and one past the last
+    LAST,
 ):
     """Merge a tile's splits, some columns after the other."""
-    for first in range(0, VALUE_TILE, COLUMNS):
+    for first in range(FIRST, LAST, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = in_count[:, None] & (column < VALUE_TILE)[None, :]
         result = merged(
@@ -114,6 +118,9 @@ def _attend_splits(
     SPLITS: tl.constexpr,  # of a tile at most, a power of two
     CTAS: tl.constexpr,  # of a kv head and part, if each SM has one
     MIN_KEYS: tl.constexpr,  # of a split at least, if a context has as many
+    COLUMNS: tl.constexpr,  # of values that are merged at the same time ...
+    UNROLL: tl.constexpr,  # ... from so many splits
+    MERGES: tl.constexpr,  # False: ``_merge`` merges the states
 ):
     PARTS: tl.constexpr = DIM_TILE // VALUE_TILE  # CTAs of a tile, which divide the values' columns
     part = tl.program_id(0)
@@ -163,7 +170,7 @@ def _attend_splits(
                 WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, VALUE_TILE, PAGE_SIZE, ROWS,
                 BLOCK, True,
             )  # fmt: skip
-            if used == 1:
+            if MERGES and used == 1:
                 store_result(out + at_tile, in_tile, columns, in_count, l_i, acc, HEAD_DIM)
             else:
                 # The states of a tile are adjacent, without those of tokens that it lacks.
@@ -177,11 +184,66 @@ def _attend_splits(
                     own_accs, own_m_l, split, pair, column, in_count, inside, m_i, l_i, acc, pairs,
                     VALUE_TILE,
                 )  # fmt: skip
-                if arrives_last(arrivals + first_token * (NUM_KV_HEADS * PARTS) + part, used):
+                if MERGES and arrives_last(
+                    arrivals + first_token * (NUM_KV_HEADS * PARTS) + part, used
+                ):
                     _merge_tile(
                         out + at_tile, own_accs, own_m_l, used, pair, in_count, in_tile,
-                        part % PARTS * VALUE_TILE, pairs, HEAD_DIM, VALUE_TILE, SPLITS,
+                        part % PARTS * VALUE_TILE, pairs, HEAD_DIM, VALUE_TILE, SPLITS, COLUMNS,
+                        UNROLL, 0, VALUE_TILE,
                     )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    accs,  # float32[T, K * PARTS, SPLITS, G * VALUE_TILE]: of ``_attend_splits``
+    m_l,  # float32[T, K * PARTS, SPLITS, 2 * G]
+    seq_lens,  # int32[R]
+    query_start_loc,  # int32[R + 1]
+    out,  # [T, N, H]
+    num_tokens,
+    num_starts,
+    WINDOW: tl.constexpr,
+    STARTS_TILE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CTAS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Merge some columns of a tile's splits, in a launch of its own."""
+    PARTS: tl.constexpr = DIM_TILE // VALUE_TILE
+    part = tl.program_id(0)
+    row, row_start, row_end, first_token = row_of_tile(  # type: ignore[misc]
+        tl.program_id(1), query_start_loc, num_tokens, num_starts, STARTS_TILE, TOKENS
+    )
+    if first_token >= row_end:
+        return
+    length = tl.load(seq_lens + row, mask=row + 1 < num_starts, other=0)
+    tiles = tl.cdiv(row_end - row_start, TOKENS)
+    splits = splits_of(tiles, _most_keys(length, WINDOW, TOKENS), SPLITS, CTAS, MIN_KEYS)
+    count, position = context_of(first_token, row_end, length, TOKENS)
+    keys = tl.maximum(position + count - oldest_key(position, WINDOW), 0)
+    _, used = entries_of_split(keys, splits, BLOCK)
+    pair = tl.arange(0, ROWS)
+    kv_head = part // PARTS
+    at_tile, in_tile = offsets_of(first_token, kv_head, pair, NUM_KV_HEADS, GROUP, HEAD_DIM)
+    at_states = first_token.to(tl.int64) * (NUM_KV_HEADS * PARTS) + part * count
+    first = tl.program_id(2) * COLUMNS
+    _merge_tile(
+        out + at_tile, accs + at_states * (SPLITS * GROUP * VALUE_TILE),
+        m_l + at_states * (SPLITS * 2 * GROUP), used, pair, pair // GROUP < count, in_tile,
+        part % PARTS * VALUE_TILE, count * GROUP, HEAD_DIM, VALUE_TILE, SPLITS, COLUMNS, UNROLL,
+        first, first + COLUMNS,
+    )  # fmt: skip
 
 
 def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
@@ -198,8 +260,17 @@ def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # 
     if arrivals is None:
         arrivals = jax.new_ref(jnp.zeros(t * parts, jnp.int32))
     states, group = (t, parts, config.splits), sizes["GROUP"]
+    of_splits: dict[str, Any] = {
+        "STARTS_TILE": max(launch.FEW_STARTS_TILE, power_of_two(num_starts)),
+        "VALUE_TILE": value_tile,
+        "SPLITS": config.splits,
+        "CTAS": config.ctas,
+        "MIN_KEYS": launch.MIN_KEYS,
+        "COLUMNS": config.columns,
+        "UNROLL": config.unroll,
+    }
     items = config.splits * (t // sizes["TOKENS"] + num_starts)
-    out, _, _ = jt.triton_call(
+    out, accs, m_l = jt.triton_call(
         args.q,
         args.k_pages,
         args.v_pages,
@@ -216,15 +287,29 @@ def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # 
             jax.ShapeDtypeStruct((*states, group * value_tile), jnp.float32),
             jax.ShapeDtypeStruct((*states, 2 * group), jnp.float32),
         ),
-        grid=(parts, min(launch.RESIDENT * config.ctas, items)),
+        grid=(parts, min(config.resident * config.ctas, items)),
         num_tokens=t,
         num_starts=num_starts,
         SCALED=args.k_scales is not None,
-        STARTS_TILE=max(launch.FEW_STARTS_TILE, power_of_two(num_starts)),
-        VALUE_TILE=value_tile,
-        SPLITS=config.splits,
-        CTAS=config.ctas,
-        MIN_KEYS=launch.MIN_KEYS,
+        MERGES=config.merges,
+        **of_splits,
         **sizes,
     )
-    return out
+    if config.merges:
+        return out
+    names = ("WINDOW", "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "DIM_TILE", "ROWS", "TOKENS", "BLOCK")
+    return jt.triton_call(
+        accs,
+        m_l,
+        args.seq_lens,
+        args.query_start_loc,
+        kernel=_merge,
+        out_type=jax.ShapeDtypeStruct(args.q.shape, args.q.dtype),
+        grid=(parts, t // sizes["TOKENS"] + num_starts, value_tile // config.columns),
+        num_warps=4,
+        num_stages=1,
+        num_tokens=t,
+        num_starts=num_starts,
+        **of_splits,
+        **{name: sizes[name] for name in names},
+    )
