@@ -170,7 +170,7 @@ def _attend_splits(
                 WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, VALUE_TILE, PAGE_SIZE, ROWS,
                 BLOCK, True,
             )  # fmt: skip
-            if MERGES and used == 1:
+            if used == 1:
                 store_result(out + at_tile, in_tile, columns, in_count, l_i, acc, HEAD_DIM)
             else:
                 # The states of a tile are adjacent, without those of tokens that it lacks.
@@ -200,7 +200,7 @@ def _merge(
     m_l,  # float32[T, K * PARTS, SPLITS, 2 * G]
     seq_lens,  # int32[R]
     query_start_loc,  # int32[R + 1]
-    out,  # [T, N, H]
+    out,  # [T, N, H]: of ``_attend_splits``, updated in place
     num_tokens,
     num_starts,
     WINDOW: tl.constexpr,
@@ -233,6 +233,8 @@ def _merge(
     count, position = context_of(first_token, row_end, length, TOKENS)
     keys = tl.maximum(position + count - oldest_key(position, WINDOW), 0)
     _, used = entries_of_split(keys, splits, BLOCK)
+    if used == 1:
+        return
     pair = tl.arange(0, ROWS)
     kv_head = part // PARTS
     at_tile, in_tile = offsets_of(first_token, kv_head, pair, NUM_KV_HEADS, GROUP, HEAD_DIM)
@@ -298,13 +300,15 @@ def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # 
     if config.merges:
         return out
     names = ("WINDOW", "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "DIM_TILE", "ROWS", "TOKENS", "BLOCK")
-    return jt.triton_call(
+    result = jax.new_ref(out)  # jax-triton updates a Ref in place
+    jt.triton_call(
         accs,
         m_l,
         args.seq_lens,
         args.query_start_loc,
+        result,
         kernel=_merge,
-        out_type=jax.ShapeDtypeStruct(args.q.shape, args.q.dtype),
+        out_type=(),
         grid=(parts, t // sizes["TOKENS"] + num_starts, value_tile // config.columns),
         num_warps=4,
         num_stages=1,
@@ -313,3 +317,4 @@ def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # 
         **of_splits,
         **{name: sizes[name] for name in names},
     )
+    return jax.freeze(result)
