@@ -83,12 +83,13 @@ class Norm:
         assert not isinstance(stream.delta, Outputs)
         return self._of(stream.x, None if stream.delta is None else whole(stream.delta))
 
-    def fused_args(self, stream: Stream) -> AllReduceNormArgs | None:
+    def fused_args(self, stream: Stream, *, before_gemm: bool = True) -> AllReduceNormArgs | None:
         """The same with the sum over devices, if a kernel does both; else None."""
         if self.kind != "rms" or not isinstance(own := stream.delta, Addends):
             return None
         norm = self._of(stream.x, own.partials)
-        args = AllReduceNormArgs(norm=norm, peers=own.peers, axis=own.axis, pins=own.pins)
+        whose: Any = {"peers": own.peers, "axis": own.axis, "pins": own.pins}
+        args = AllReduceNormArgs(norm=norm, before_gemm=before_gemm, **whose)
         return args if is_fused(args) else None
 
     def joins_gemm(self, stream: Stream) -> bool:
@@ -204,9 +205,12 @@ class Stream(NamedTuple):
 
 
 def normalised(
-    stream: Stream, norm: Norm | None, ctx: StepContext
+    stream: Stream, norm: Norm | None, ctx: StepContext, *, before_gemm: bool = True
 ) -> tuple[Stream, jax.Array]:  # and [T, D]
-    """The stream with its delta added, and its norm, or with no norm itself."""
+    """The stream with its delta added, and its norm, or with no norm itself.
+
+    ``before_gemm``: a kernel that multiplies it by a weight is next, not a router.
+    """
     if norm is None or norm.kind == "none":
         return Stream(x := stream.total(ctx.pins)), x
     if isinstance(stream.delta, Outputs) and norm.kind == "rms":
@@ -215,7 +219,7 @@ def normalised(
     if norm.kind != "rms":
         x = stream.total(ctx.pins)
         return Stream(x), layer_norm(x, *norm.affine(), norm.eps, fixed=ctx.pins.invariant)
-    if (args := norm.fused_args(stream)) is not None:
+    if (args := norm.fused_args(stream, before_gemm=before_gemm)) is not None:
         x, h = all_reduce_norm(args)
     else:
         x, h = residual_norm(norm.args(stream), ctx.pinned("residual_norm"))

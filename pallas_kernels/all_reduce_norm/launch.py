@@ -29,7 +29,7 @@ def supports(args: AllReduceNormArgs) -> str | None:
     # All CTAs, one for each row, run at the same time, as each waits for the other devices.
     if (tokens := len(args.norm.x)) > (most := min(MAX_ROWS, current_device().num_sms)):
         return f"{tokens} rows are above {most}"
-    if args.pins.of("all_reduce_norm") is None and is_hidden(args):
+    if args.before_gemm and args.pins.of("all_reduce_norm") is None and is_hidden(args):
         return "the norm is linked with the next GEMM, which hides it"
     return None
 

@@ -19,11 +19,12 @@ type Pair = tuple[jax.Array, jax.Array]  # the sum and its norm, [T, D] each
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AllReduceNormArgs:
-    """The arguments of ``all_reduce_norm``."""
+    """The arguments of ``all_reduce_norm``; ``before_gemm``: a GEMM of the norm is next."""
 
     norm: NormArgs  # its partials are what this device adds
     peers: Peers | None = None  # None: the devices have no exchange memory
     axis: str | None = field(default=None, metadata=STATIC)  # of the mesh; None: one device
+    before_gemm: bool = field(default=True, metadata=STATIC)
     pins: Pins = field(default=NO_PINS, metadata=STATIC)
 
     @property

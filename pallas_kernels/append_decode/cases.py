@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,6 +35,7 @@ class DecodeCase(PagedCase):
     """
 
     norms: bool = False
+    norm_dtype: str | None = None  # of the norms' weights, if it is another one
     rotary: bool = True
     arrivals: bool = True
     values: Values = "projected"
@@ -41,6 +44,7 @@ class DecodeCase(PagedCase):
 
 _XLA = ("ci", "cpu")  # of calls that no kernel of a GPU supports
 _FP8 = str(BITS)
+_FLOAT32_NORMS: Mapping[str, Any] = MappingProxyType({"dtype": "bfloat16", "norm_dtype": "float32"})
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3, _GPT_OSS = shapes.SMOLLM2_135M_TP3, shapes.GPT_OSS_20B_TP8
 
@@ -234,6 +238,7 @@ CASES = (
     DecodeCase("llama3_70b_tp8_gqa8", shapes.LLAMA3_70B_TP8, (31, 32, 130)),
     DecodeCase("qwen2_5_7b_gqa7", shapes.QWEN2_5_7B, (20, 65), page_size=64),
     DecodeCase("qwen3_0_6b_page64", _QWEN, (63, 64, 65, 129), norms=True, page_size=64),
+    DecodeCase("qwen3_5_bf16", Heads(8, 1, 256), (17, 70), norms=True, **_FLOAT32_NORMS),
     DecodeCase("qwen3_4b_bf16", shapes.QWEN3_4B, (17, 90), padding=1, norms=True, dtype="bfloat16"),
     DecodeCase(
         "qwen3_4b_fp8", shapes.QWEN3_4B, (17, 70), norms=True, dtype="bfloat16", kv_dtype=_FP8
@@ -338,7 +343,9 @@ def build(case: DecodeCase, seed: int) -> Inputs:
     qkv = rng.standard_normal((rows, heads.num_heads + new, h), np.float32)
     qkv[seq_lens == 0] = np.nan
     angles = rng.uniform(-np.pi, np.pi, (rows, h // 2)).astype(np.float32)
-    norms = rng.uniform(0.5, 1.5, (1 + case.appends, h)).astype(dtype) if case.norms else None
+    norms = None
+    if case.norms:
+        norms = rng.uniform(0.5, 1.5, (1 + case.appends, h)).astype(case.norm_dtype or dtype)
     arrivals = np.zeros(rows * heads.num_kv_heads, np.int32) if case.arrivals else None
     args: dict[str, Any] = {
         "qkv": qkv.astype(dtype),

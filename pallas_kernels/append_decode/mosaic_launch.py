@@ -13,7 +13,7 @@ from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.append_decode.launch import call_shapes, most_keys, shapes_of
 from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.harness import tuned
-from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.checks import not_hopper, unfit_norms
 from pallas_kernels.lib.device import current_device
 from pallas_kernels.lib.numerics import power_of_two
 
@@ -27,7 +27,7 @@ CTAS_PER_SM = 2  # one attends while the other begins or ends
 MAX_SPLITS = 8  # a cluster of 8 runs on every Hopper GPU; 16 were slower at 16,416 keys
 # One row of Qwen3-30B-A3B, 32 CTAs: 10.0 and 20.6 us at 1,056 and 16,416 keys; the fastest Triton
 # launches took 20.7 and 29.8 us (H100). Fewer were not timed.
-MIN_CTAS = 32
+MIN_CTAS = 16
 IN_FLIGHT_BYTES = 192 << 10  # of an SM, for keys and values in flight; of wide heads in one CTA
 LARGE_BLOCKS_BYTES = 128 << 10  # the same with large blocks, for one CTA per SM
 
@@ -55,8 +55,8 @@ def supports(args: DecodeArgs) -> str | None:
     page_size, num_kv_heads = args.k_pages.shape[1:3]
     if str(dtype) not in DTYPES or args.k_pages.dtype != dtype:
         return f"heads are {dtype} and pages {args.k_pages.dtype}, not the same 16-bit dtype"
-    if norms is not None and norms.dtype != dtype:
-        return f"heads are {dtype} and norms {norms.dtype}"
+    if norms is not None and (reason := unfit_norms(args.qkv, norms)):
+        return reason
     if args.values == "keys" or not args.appends:
         return f"values are {args.values}, and tokens are {'' if args.appends else 'not '}appended"
     if h not in HEAD_DIMS:

@@ -88,6 +88,17 @@ def check_bias(op: str, bias: jax.Array | None, outputs: int, *, alone: bool) ->
         raise ValueError(f"{op}: results that are split or activated have no bias")
 
 
+def unfit_norms(x: jax.Array, *weights: jax.Array) -> str | None:
+    """Why the norms of a kernel for a GPU cannot have these weights, or None.
+
+    Weights in float32 are those of families whose files hold 1 less (Gemma, Qwen3.5): the sum with
+    1 is not rounded to the dtype of ``x``.
+    """
+    known = dict.fromkeys((str(x.dtype), "float32"))
+    unknown = [str(each.dtype) for each in weights if str(each.dtype) not in known]
+    return f"norms are {unknown[0]}, not {' or '.join(known)}" if unknown else None
+
+
 def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:
     """Why no Triton kernel can take these dtypes on this machine, or None. Imports no Triton."""
     value_dtype, page_dtype = str(values.dtype), str(pages.dtype)

@@ -36,6 +36,7 @@ class NormGemmCase:
     form: str | None = None  # as of ``quantised_gemm.cases``
     group: int = 0
     bias: bool = False
+    norm_dtype: str | None = None  # of the norm's weights, if it is another one
 
 
 _GPU = ("bench", "gpu")
@@ -50,6 +51,7 @@ CASES = (
     NormGemmCase("smollm2_gate_up_t5_f32", 5, 576, 1536, 1, swiglu=True, dtype="float32"),
     NormGemmCase("narrow_qkv_parts3", 1, 512, 192, 3),
     NormGemmCase("narrow_qkv_f16", 1, 1024, 128, 1, dtype="float16", bias=True),
+    NormGemmCase("float32_norm_qkv_parts2", 1, 512, 128, 2, norm_dtype="float32"),
     NormGemmCase("narrow_gate_up_parts2", 1, 1024, 128, 2, swiglu=True),
     NormGemmCase("narrow_geglu_parts2", 1, 512, 128, 2, swiglu=True, gelu=True),
     NormGemmCase("narrow_gate_up_t4_parts2", 4, 512, 128, 2, swiglu=True),
@@ -57,6 +59,9 @@ CASES = (
     NormGemmCase("narrow_gate_up_q4_k_tiles", 1, 512, 128, 2, swiglu=True, form="q4_k", group=32),
     NormGemmCase("narrow_qkv_q6_k_tiles", 1, 512, 128, 1, form="q6_k", group=16, bias=True),
     NormGemmCase("narrow_gate_up_int4_tiles_t4", 4, 512, 128, 2, True, form="int4", group=128),
+    NormGemmCase(
+        "float32_norm_qkv_int4_tiles", 1, 512, 128, 2, form="int4", group=128, norm_dtype="float32"
+    ),
     NormGemmCase("narrow_qkv_fp8", 1, 1024, 128, 3, form="fp8", bias=True),
     NormGemmCase("narrow_gate_up_fp8_blocks", 1, 512, 128, 2, True, form="fp8_blocks", group=128),
     *_OF_MODELS,
@@ -81,7 +86,7 @@ def build(case: NormGemmCase, seed: int) -> Inputs:
     partials = normal(rng, size, dtype) if case.partials else None
     if case.partials > 1:
         partials = normal(rng, (case.partials, *size), np.dtype(np.float32))
-    norms = np.full((3, case.inner), np.nan, dtype)
+    norms = np.full((3, case.inner), np.nan, case.norm_dtype or dtype)
     norms[row] = rng.uniform(0.5, 1.5, case.inner)
     columns = case.outer * (1 + case.swiglu)
     w: Any

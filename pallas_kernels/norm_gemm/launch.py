@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.checks import not_hopper, unfit_norms
 from pallas_kernels.lib.device import current_device
 from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
@@ -88,8 +88,8 @@ def _unfit(args: NormGemmArgs, unfused: tuple[str, ...]) -> str | None:
     x, partials, norms = args.norm.x, args.norm.partials, args.norm.weights
     if pinned := [name for name in unfused if args.pins.of(name)]:
         return f"{pinned[0]} is pinned"
-    if x.dtype != norms.dtype:
-        return f"tokens and norms are {x.dtype} and {norms.dtype}"
+    if reason := unfit_norms(x, norms):
+        return reason
     if x.shape[0] != 1:
         return f"there are {x.shape[0]} tokens, not one"
     if partials is None or partials.size > MAX_PARTIAL_COMPONENTS:

@@ -23,6 +23,7 @@ class NormCase:
     partials: int
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
+    norm_dtype: str | None = None  # of weights, if it is another one
 
 
 def _qwen3_4b(tokens: int, partials: int) -> NormCase:
@@ -36,6 +37,7 @@ CASES = (
     NormCase("smollm2_first_norm_bf16", 3, 576, 0, "bfloat16"),
     NormCase("smollm2_one_token", 1, 576, 1),
     NormCase("smollm2_bf16", 17, 576, 1, "bfloat16"),
+    NormCase("float32_norm_parts2", 3, 1024, 2, "bfloat16", norm_dtype="float32"),
     NormCase("smollm2_f16_parts2", 5, 576, 2, "float16"),
     NormCase("uneven_parts3", 4, 203, 3),
     NormCase("qwen3_4b_parts3_bf16", 9, 2560, 3, "bfloat16"),
@@ -56,7 +58,7 @@ def build(case: NormCase, seed: int) -> Inputs:
     partials = normal(rng, size, dtype) if case.partials else None
     if case.partials > 1:
         partials = normal(rng, (case.partials, *size), np.dtype(np.float32))
-    weights = np.full((3, case.width), np.nan, dtype)
+    weights = np.full((3, case.width), np.nan, case.norm_dtype or dtype)
     weights[row] = rng.uniform(0.5, 1.5, case.width)
     args: dict[str, Any] = {
         "x": normal(rng, size, dtype),

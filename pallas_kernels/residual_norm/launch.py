@@ -5,7 +5,7 @@ Does not import Triton, so it works where Triton is not installed.
 
 from __future__ import annotations
 
-from pallas_kernels.lib.checks import unfit_for_triton
+from pallas_kernels.lib.checks import unfit_for_triton, unfit_norms
 from pallas_kernels.residual_norm.ref import NormArgs
 
 MAX_WIDTH = 8192  # wider rows would spill registers; ``all_reduce.launch`` has memory for these
@@ -19,8 +19,8 @@ def supports(args: NormArgs) -> str | None:
     x = args.x
     if (reason := unfit_for_triton(x, x)) is not None:
         return reason
-    if args.weights.dtype != x.dtype:
-        return f"the weights are {args.weights.dtype}, not {x.dtype}"
+    if (reason := unfit_norms(x, args.weights)) is not None:
+        return reason
     tokens, width = x.shape
     if not tokens:
         return "there are no tokens"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.checks import not_hopper, unfit_norms
 from pallas_kernels.residual_norm.ref import NormArgs
 
 DTYPES = ("bfloat16", "float16")
@@ -21,8 +21,10 @@ MAX_PARTIAL_COMPONENTS = 4 * MAX_WIDTH  # components of all partials of a token
 def supports(args: NormArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
     x = args.x
-    if str(x.dtype) not in DTYPES or args.weights.dtype != x.dtype:
-        return f"tokens are {x.dtype} and weights {args.weights.dtype}, not the same 16-bit dtype"
+    if str(x.dtype) not in DTYPES:
+        return f"tokens are {x.dtype}, not one of {', '.join(DTYPES)}"
+    if reason := unfit_norms(x, args.weights):
+        return reason
     if args.partials is None or args.partials.size > MAX_PARTIAL_COMPONENTS * x.shape[0]:
         return f"there are no partials to add, or more than {MAX_PARTIAL_COMPONENTS} components"
     tokens, width = x.shape

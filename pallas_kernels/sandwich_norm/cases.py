@@ -30,6 +30,7 @@ class SandwichCase:
     norms: int = 1
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
+    norm_dtype: str | None = None  # of the norms' weights, if it is another one
 
 
 def _gemma4_26b(tokens: int) -> tuple[SandwichCase, ...]:
@@ -52,6 +53,7 @@ CASES = (
     SandwichCase("gemma4_layer_input", 3, 96, normed=True, post=False, factor=True),
     SandwichCase("only_the_sum", 2, 96, norms=0),
     SandwichCase("no_norm_of_outputs", 2, 96, (3,), post=False, norms=2),
+    SandwichCase("gemma3_bf16", 3, 640, (2,), norms=1, dtype="bfloat16", norm_dtype="float32"),
     SandwichCase("gemma4_mid_bf16", 5, 2816, (3,), norms=3, dtype="bfloat16"),
     SandwichCase("gemma4_end_bf16", 3, 2816, (3, 8), True, factor=True, dtype="bfloat16"),
     SandwichCase("gemma4_31b_end_bf16", 2, 5376, (4,), factor=True, dtype="bfloat16"),
@@ -71,7 +73,7 @@ def build(case: SandwichCase, seed: int) -> Inputs:
         return normal(rng, (count, *size), np.dtype(np.float32))
 
     def norm(row: int) -> NormRow:
-        weights = np.full((3, case.width), np.nan, dtype)
+        weights = np.full((3, case.width), np.nan, case.norm_dtype or dtype)
         weights[row] = rng.uniform(0.5, 1.5, case.width)
         return NormRow(weights, row)  # type: ignore[arg-type]
 

@@ -5,7 +5,7 @@ Does not import Triton, so it works where Triton is not installed.
 
 from __future__ import annotations
 
-from pallas_kernels.lib.checks import unfit_for_triton
+from pallas_kernels.lib.checks import unfit_for_triton, unfit_norms
 from pallas_kernels.residual_norm.launch import MAX_WIDTH
 from pallas_kernels.sandwich_norm.ref import SandwichArgs
 
@@ -20,8 +20,8 @@ def supports(args: SandwichArgs) -> str | None:
     if args.pins.of("residual_norm"):
         return "residual_norm is pinned"
     rows = (*args.output_norms, args.post, *args.norms)
-    if other := [row.weights.dtype for row in rows if row and row.weights.dtype != x.dtype]:
-        return f"the weights are {other[0]}, not {x.dtype}"
+    if reason := unfit_norms(x, *(row.weights for row in rows if row)):
+        return reason
     if len(args.norms) > MAX_NORMS:
         return f"there are {len(args.norms)} norms, more than {MAX_NORMS}"
     tokens, width = x.shape

@@ -56,6 +56,7 @@ def on_devices(
         ),
         (on_devices(1, 4096), "linked with the next GEMM"),
         (on_devices(64, 2560), "linked with the next GEMM"),
+        (replace(on_devices(1, 2048), before_gemm=False), None),
         (on_devices(64, 8192), None),
         (on_devices(64, 5120), None),
         (on_devices(1, 576), None),

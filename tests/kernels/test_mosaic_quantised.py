@@ -183,9 +183,9 @@ BIASED = replace(_case("q4_k", 32, 3), bias=True)
 INTEGERS = {
     "one_token": (_case("q4_k", 32, 1), TiledConfig(8, 128, 2, 2, integers=True)),
     "bias": (BIASED, TiledConfig(8, 128, 1, 2, integers=True)),
-    "eight_tokens": (_case("q4_k", 32, 8), TiledConfig(8, 64, 2, 2, integers=True)),
+    "four_tokens": (_case("q4_k", 32, 4), TiledConfig(8, 64, 2, 2, integers=True)),
     "swiglu": (
-        _case("q4_k", 32, 5, swiglu=True),
+        _case("q4_k", 32, 3, swiglu=True),
         TiledConfig(8, 128, 2, 2, 1, True, integers=True),
     ),
     "split": (
@@ -207,6 +207,28 @@ INTEGERS = {
 @pytest.mark.usefixtures("replaced")
 def test_tokens_as_integers(case: QuantisedCase, config: TiledConfig) -> None:
     _check(case, config)
+
+
+@pytest.mark.usefixtures("replaced")
+def test_few_gates_and_ups_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[launch.TiledSizes] = []
+
+    def chosen(sizes: launch.TiledSizes) -> TiledConfig:
+        calls.append(sizes)
+        return next(one for one in launch.configs(sizes) if one.warpgroups < 4)
+
+    monkeypatch.setattr(mosaic, "choose_config", chosen)
+    args, tiled = _built(_case("int4", 128, 8, swiglu=True))
+    with compiling_for(H100), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        result = mosaic.quantised_gemm.__wrapped__(jax.tree.map(jnp.asarray, tiled))
+    assert [(one.split, one.swiglu, one.outer) for one in calls] == [(True, False, 256)]
+    assert chosen(calls[0]).split_k > 1
+    assert (result.shape, result.dtype) == ((8, 128), jnp.bfloat16)
+    result, expected = (np.asarray(x, np.float64) for x in (result, OP.ref(args)))
+    np.testing.assert_allclose(result, expected, rtol=8e-3, atol=8e-3)
+    with compiling_for(H100):
+        wide = launch.sizes_of(tiled)._replace(outer=17 * 64)
+        assert not wide.is_narrow
 
 
 MANY = replace(_case("int4", 128, 136), outer=256)
@@ -328,8 +350,9 @@ def test_weights_that_are_not_arranged_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tokens", "swiglu", "config"),
     [
-        pytest.param(8, False, TiledConfig(8, 128, 4, 4, integers=True), id="integers"),
-        pytest.param(8, True, TiledConfig(8, 128, 2, 8, 1, True, integers=True), id="gates"),
+        pytest.param(4, False, TiledConfig(8, 128, 4, 4, integers=True), id="integers"),
+        pytest.param(4, True, TiledConfig(8, 256, 2, 4, 1, True, integers=True), id="gates"),
+        pytest.param(8, False, TiledConfig(8, 128, 4, 4), id="more_tokens"),
         pytest.param(16, False, TiledConfig(16, 128, 4, 4), id="four_warpgroups"),
         pytest.param(16, True, TiledConfig(16, 128, 2, 6, 1, True), id="gates_and_ups"),
         pytest.param(64, True, TiledConfig(64, 128, 2, 3, 1, True, True), id="two_ctas_per_sm"),

@@ -72,7 +72,7 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None
         pytest.param((8192, 8192), "bfloat16", None, id="largest"),
         pytest.param((1, 8193), "bfloat16", "8193 components are above 8192", id="width"),
         pytest.param((0, 64), "bfloat16", "no tokens", id="tokens"),
-        pytest.param((1, 64), "float32", "weights are float32, not bfloat16", id="weights"),
+        pytest.param((1, 64), "float16", "are float16, not bfloat16 or float32", id="weights"),
     ],
 )
 def test_calls_of_the_kernel(x: tuple[int, int], weights: str, reason: str | None) -> None:

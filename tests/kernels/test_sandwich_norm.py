@@ -19,6 +19,7 @@ from pallas_kernels.sandwich_norm.ref import NormRow, SandwichArgs
 D = 8
 X = jnp.arange(3.0 * D).reshape(3, D) / D
 ROW = NormRow(jnp.full((2, D), 2.0), 1)
+HALF = NormRow(jnp.full((2, D), 2.0, jnp.bfloat16), 1)
 FITTING = SandwichArgs(x=X, outputs=(X,), output_norms=(None,), post=ROW, norms=(ROW,), eps=1e-6)
 
 
@@ -54,7 +55,7 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None
     [
         pytest.param({"norms": (ROW,) * 4}, "there are 4 norms", id="norms"),
         pytest.param({"x": X[:0]}, "there are no tokens", id="tokens"),
-        pytest.param({"x": X.astype(jnp.bfloat16)}, "weights are float32", id="dtype"),
+        pytest.param({"norms": (HALF,)}, "norms are bfloat16, not float32", id="dtype"),
         pytest.param({"pins": Pins((("residual_norm", "xla"),))}, "is pinned", id="pinned"),
     ],
 )

@@ -67,13 +67,10 @@ def _matmuls(sums: Any, tokens: int, totals: Sequence[jax.Array] | None = None) 
 
 def _put(whole: jax.Array, target: Any, token: int) -> None:
     """The high and the low bytes of a token's inputs, in the order of the inputs."""
-    quad, place = divmod(token, 4)
     values = whole.astype(jnp.int32)
     high = (values + 128) >> 8
     for column, part in enumerate((high, values - 256 * high)):
-        target.at[:, quad, 2 * place + column][...] = part.astype(jnp.int8).reshape(
-            len(whole), 4, -1
-        )
+        target.at[:, 2 * token + column][...] = part.astype(jnp.int8).reshape(len(whole), 4, -1)
 
 
 def _multiply(
@@ -88,11 +85,11 @@ def _multiply(
     """The same sums, group by group; the rows of ``units`` are tokens."""
     values = [64 * fragments.operand(kind, tile, 128.0 * (kind == "int8")) for tile in tiles]
     wide = jnp.concatenate([each.astype(jnp.float32) for each in values], axis=1)
-    chunks, quads, *_ = tokens.shape
-    pairs = tokens[...].astype(jnp.float32).reshape(chunks, quads * 4, 2, -1)
+    chunks = tokens.shape[0]
+    pairs = tokens[...].astype(jnp.float32).reshape(chunks, 4, 2, -1)
     x = (pairs[:, :, 0] * 256 + pairs[:, :, 1]) * units[0][...].T[:, :, None]
     inputs = wide.shape[1] // len(factors)
-    sums = jnp.zeros((TILE, 4 * quads), jnp.float32)
+    sums = jnp.zeros((TILE, 4), jnp.float32)
     minima = jnp.zeros_like(sums)
     for i, group in enumerate(factors):
         own = wide[:, i * inputs : (i + 1) * inputs]
@@ -110,8 +107,7 @@ def _multiply(
     if supers is not None:
         sums *= supers[0][...].astype(jnp.float32)[:, None]
         minima *= 0 if supers[1] is None else supers[1][...].astype(jnp.float32)[:, None]
-    found = (sums + minima).reshape(TILE, quads, 4).transpose(0, 2, 1)
-    return total + jnp.pad(found, ((0, 0), (0, 0), (0, 2 - quads))).reshape(TILE, 8)
+    return total.at[:, ::2].add(sums + minima)
 
 
 def _load_words(tile: Any) -> jax.Array:

@@ -53,7 +53,7 @@ class Experts(nn.Module):
         The router's input is ``routed``, or the experts' if that is None.
         """
         c = self.config
-        stream, h = normalised(stream, norm, ctx)
+        stream, h = normalised(stream, norm, ctx, before_gemm=False)
         choices, weights = self._routed(h if routed is None else routed, ctx)
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
         kept = _kept(h, choices, weights, c.count, ctx) if c.zero_experts else None

@@ -19,7 +19,7 @@ SCALE_DTYPES = ("bfloat16", "float16", "float32")
 SMALL_SCALE_DTYPES = ("int8", "uint8")  # with supers
 MMA_TOKENS = 8  # multiple of N of a wgmma; fewer tokens are padded in shared memory
 MMA_INPUTS = 16  # K of a wgmma
-QUAD = 4  # tokens of an integer instruction
+INTEGER_TOKENS = 4  # of an integer instruction
 SPAN = 512  # inputs of a token that a warpgroup rounds at once
 ROUNDED = 16, 32  # inputs of a token that share a unit
 INTEGER_KINDS = "int4", "int8"
@@ -28,6 +28,7 @@ MAX_TOKENS = 128  # for more ``tiled.large`` is as fast or faster
 BLOCK_TOKENS = 64  # of a CTA
 FEW_TOKENS = 16, 32  # see ``configs``
 SCALED_GROUP = 128  # smaller groups scale weights, where there are more tokens than 8
+NARROW = 8  # SMs for each CTA of gates and ups; see ``TiledSizes.is_narrow``
 MAX_SPLIT_K = 4  # each partial is written once and read once
 SMEM_BYTES = 220 << 10  # of an SM, without barriers and factors
 IN_FLIGHT_BYTES = 160 << 10  # of a CTA; for at most 32 tokens more steps than four are no faster
@@ -57,6 +58,16 @@ class TiledSizes(NamedTuple):
     def halves(self) -> int:
         """2 with swiglu (gate and up), else 1."""
         return 1 + self.swiglu
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if gates and ups have so few outputs that most SMs would have none.
+
+        SwiGLU is not linear, so its result cannot be split: gates and ups are then two results of
+        a split call, and XLA adds and multiplies. The shared expert of Qwen3.5-35B-A3B in int4 has
+        512 of them: a CTA each on 8 of 132 SMs.
+        """
+        return self.swiglu and self.outer // TILE * NARROW <= current_device().num_sms
 
     @property
     def tile_bytes(self) -> int:
@@ -96,7 +107,7 @@ class TiledConfig:
     step each of the compute ``warpgroups`` multiplies ``span`` inputs; with ``by_half`` those with
     an even index multiply gates, the others ups. ``stages`` steps are in flight. ``split_k`` CTAs
     divide the inner axis. With ``own_copies`` the first compute warpgroup issues the copies, else a
-    warpgroup of its own. With ``integers`` up to 8 tokens are rounded (``integers``).
+    warpgroup of its own. With ``integers`` up to 4 tokens are rounded (``integers``).
     With ``scales`` weights are scaled, and rounded to bfloat16, before they multiply; else the
     products of each group are scaled.
     """
@@ -135,7 +146,7 @@ class TiledConfig:
         )
         split = 1 <= self.split_k <= (steps if sizes.split else 1)
         if self.integers and (
-            sizes.tokens > MMA_TOKENS
+            sizes.tokens > INTEGER_TOKENS
             or sizes.kind not in INTEGER_KINDS
             or steps // self.split_k * self.block_k < SPAN
         ):
@@ -208,7 +219,7 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
     in_flight = IN_FLIGHT_BYTES_OF_TWO if sizes.swiglu else IN_FLIGHT_BYTES
     if sizes.normed:
         in_flight = min(in_flight, SMEM_BYTES // (1 + sizes.swiglu) - sizes.token_bytes)
-    found = _integer_configs(sizes) if sizes.tokens <= MMA_TOKENS else []
+    found = _integer_configs(sizes)
     for warpgroups, span in product((4, 2, 1), spans):
         by_half = sizes.swiglu and warpgroups > 1
         one = TiledConfig(block_t, span, warpgroups, 2, 1, by_half, own_copies, scales=scales)
@@ -229,8 +240,7 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
 def _integer_configs(sizes: TiledSizes) -> list[TiledConfig]:
     """The configurations with integers that fit the call, the best first."""
     found = []
-    # With two quads a CTA would take more than half of an SM's registers.
-    long = sizes.swiglu and sizes.kind in PACKED and sizes.tokens <= QUAD
+    long = sizes.swiglu and sizes.kind in PACKED
     spans = (4 * TILE, 2 * TILE, TILE) if long else (2 * TILE, TILE)
     for warpgroups, span in product((2,) if sizes.swiglu else (4, 2), spans):
         one = TiledConfig(MMA_TOKENS, span, warpgroups, 2, 1, sizes.swiglu, integers=True)

@@ -17,7 +17,7 @@ swizzled tiles [8, chunk].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from pallas_kernels.quantised_gemm.tiled.integers import (
     whole_numbers,
 )
 from pallas_kernels.quantised_gemm.tiled.launch import (
-    QUAD,
+    INTEGER_TOKENS,
     TiledConfig,
     choose_config,
     result_shape,
@@ -64,6 +64,7 @@ from pallas_kernels.quantised_gemm.tiled.step import (
     zeros,
 )
 from pallas_kernels.residual_norm import token
+from pallas_kernels.skinny_gemm.ref import swiglu
 
 LOADS_IN_FLIGHT = 6  # of a thread that rounds tokens, 8 bytes each; more take more registers
 
@@ -359,13 +360,12 @@ def _scratch_types(spec: Spec, parts: Parts) -> TiledScratch:
     config, sizes, count = spec.config, spec.sizes, spec.config.warpgroups
     others, normed = max(1, count - 1), dict[str, Any]()
     if config.integers:
-        quads = -(-sizes.tokens // QUAD)
         steps = -(-(sizes.inner // config.block_k) // config.split_k)
         chunks = steps * config.block_k // spec.chunk
         normed = {
             "x_smem": None,
-            "bytes_smem": plgpu.SMEM((chunks, quads, COLUMNS, 4, spec.chunk // 4), jnp.int8),
-            "units_smem": plgpu.SMEM((2, quads * QUAD, chunks), jnp.float32),
+            "bytes_smem": plgpu.SMEM((chunks, COLUMNS, 4, spec.chunk // 4), jnp.int8),
+            "units_smem": plgpu.SMEM((2, INTEGER_TOKENS, chunks), jnp.float32),
             "squares_smem": plgpu.SMEM((count, token.SPAN // spec.chunk), jnp.float32),
             "squares_barrier": plgpu.Barrier(num_arrivals=count),
             "normed_barrier": plgpu.Barrier(num_arrivals=count),
@@ -412,7 +412,11 @@ def _launch(spec: Spec, gmem: Gmem, total_type: jax.ShapeDtypeStruct | None = No
 @jax.jit  # one trace for all layers
 def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O], or float32[S, T, O]
     """See ``quantised_gemm.api``; the weights are arranged (``tiled.arrange``)."""
-    return launch_with(choose_config(sizes_of(args)), args)
+    sizes = sizes_of(args)
+    if sizes.is_narrow:
+        found = quantised_gemm(replace(args, swiglu=False, split=True, wide=True))
+        return swiglu(found if found.ndim == 2 else found.sum(axis=0)).astype(args.x.dtype)
+    return launch_with(choose_config(sizes), args)
 
 
 def launch_with(

@@ -31,8 +31,8 @@ class TiledScratch(NamedTuple):
     squares_smem: Ref = None  # of a norm, see ``token.Share``
     squares_barrier: Ref = None  # one arrival per compute warpgroup
     normed_barrier: Ref = None  # one arrival per compute warpgroup
-    bytes_smem: Ref = None  # int8[chunks, quads, 8, 4, chunk / 4], see ``integers.put``
-    units_smem: Ref = None  # float32[2, quads * 4, chunks]: units and sums of tokens
+    bytes_smem: Ref = None  # int8[chunks, 8, 4, chunk / 4], see ``integers.put``
+    units_smem: Ref = None  # float32[2, 4, chunks]: units and sums of tokens
 
 
 def scratch_types(

@@ -31,7 +31,6 @@ from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
     ACCUMULATOR_REGISTERS,
     MMA_TOKENS,
-    QUAD,
     ROUNDED,
     TiledConfig,
     TiledSizes,
@@ -494,7 +493,7 @@ def write(
     result = swiglu_of_many(*results) if spec.sizes.swiglu else results[0]
     columns, block_t = pl.ds(index * TILE, TILE), spec.config.block_t
     if spec.config.integers:
-        places = [2 * (i % QUAD) + i // QUAD for i in range(spec.sizes.tokens)]
+        places = [2 * i for i in range(spec.sizes.tokens)]
         return write_rows(out, spec.sizes.tokens, columns, result, places)
     if spec.sizes.tokens < MMA_TOKENS:
         return write_rows(out, spec.sizes.tokens, columns, result)
