@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -205,7 +205,9 @@ def split_config(args: PrefillArgs) -> SplitConfig:
     ctas = max(current_device().num_sms // (num_kv_heads * parts), 1)
     keys = most_keys(args, tile.rows // (n // num_kv_heads))
     splits = max(min(ctas, keys // MIN_KEYS, MAX_SPLITS), 1)
-    return SplitConfig(tile, power_of_two(splits + 1) // 2, ctas)
+    config = SplitConfig(tile, power_of_two(splits + 1) // 2, ctas)
+    # of 16 rows in float32: with 32 columns of 6 splits the assembler spills to have more CTAs
+    return replace(config, columns=64, unroll=2) if args.q.dtype.itemsize > 2 else config
 
 
 def _split_tile(args: PrefillArgs) -> TritonConfig:

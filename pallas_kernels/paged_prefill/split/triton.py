@@ -309,7 +309,7 @@ def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # 
         result,
         kernel=_merge,
         out_type=(),
-        grid=(parts, t // sizes["TOKENS"] + num_starts, value_tile // config.columns),
+        grid=(parts, t // sizes["TOKENS"] + num_starts, -(-value_tile // config.columns)),
         num_warps=4,
         num_stages=1,
         num_tokens=t,
