@@ -8,8 +8,8 @@ installed.
 from __future__ import annotations
 
 from pallas_kernels.all_gather.ref import AllGatherArgs
-from pallas_kernels.all_reduce.launch import MAX_VALUES
 from pallas_kernels.lib.checks import unfit_for_triton
+from pallas_kernels.lib.exchange import MAX_VALUES
 
 MAX_INDEX = (1 << 31) - MAX_VALUES  # indices of values are int32
 

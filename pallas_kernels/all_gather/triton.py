@@ -16,7 +16,8 @@ from pallas_kernels.all_gather.ref import AllGatherArgs
 from pallas_kernels.all_reduce import launch
 from pallas_kernels.all_reduce.ref import peer_arrays
 from pallas_kernels.lib import exchange_triton
-from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
+from pallas_kernels.lib.exchange import TILE, data_word
+from pallas_kernels.lib.exchange_triton import received, send, words_of
 
 
 @triton.jit
@@ -29,14 +30,12 @@ def _all_gather(
     COUNT: tl.constexpr,  # T * WIDTH
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    RANKS: tl.constexpr,
     TILE: tl.constexpr,
-    CTAS: tl.constexpr,
-    MAX_VALUES: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    RANKS: tl.constexpr,  # this and the next three: see ``exchange_triton.parameters``
     LOST: tl.constexpr,
     DATA: tl.constexpr,
     MAX_READS: tl.constexpr,
-    ROUNDS: tl.constexpr,
 ):
     cta = tl.program_id(0)
     rank = tl.load(rank_at)
@@ -50,19 +49,16 @@ def _all_gather(
         inside = value < COUNT
         own = tl.load(x + value, mask=inside, other=0.0).to(tl.float32)
         number += 1
-        at = DATA + (number & 1) * RANKS * MAX_VALUES + place
-        reads = 0
         if RANKS > 1:
-            send(own, at + rank * MAX_VALUES, inside, rank, addresses, cta, number, RANKS, CTAS)
-            reads = reads_left(words, LOST, MAX_READS)
+            sent = send(
+                own, place, inside, rank, addresses, words, cta, number,
+                RANKS, LOST, DATA, MAX_READS,
+            )  # fmt: skip
         row, column = value // WIDTH, value % WIDTH
         for peer in range(RANKS):
             part = own
             if RANKS > 1:
-                where = at + peer * MAX_VALUES
-                part = received(
-                    own, where, inside, peer, rank, words, cta, number, reads, CTAS, LOST
-                )
+                part = received(sent, peer, LOST)
             column_of_all = peer * WIDTH + column
             kept = inside & (column_of_all < COLUMNS)
             result = out + row * COLUMNS + column_of_all
@@ -86,13 +82,8 @@ def all_gather(args: AllGatherArgs) -> jax.Array:  # [T, C]
         COUNT=x.size,
         WIDTH=x.shape[1],
         COLUMNS=args.columns,
-        RANKS=ranks,
-        TILE=launch.TILE,
-        CTAS=launch.CTAS,
-        MAX_VALUES=launch.MAX_VALUES,
-        LOST=launch.lost_word(ranks),
-        DATA=launch.data_word(ranks),
-        MAX_READS=exchange_triton.MAX_READS,
+        TILE=TILE,
         ROUNDS=launch.rounds(x.size),
+        **exchange_triton.parameters(ranks, data_word(ranks)),
     )
     return gathered

@@ -14,7 +14,8 @@ import triton.language as tl
 from pallas_kernels.all_reduce import launch
 from pallas_kernels.all_reduce.ref import AllReduceArgs, peer_arrays
 from pallas_kernels.lib import exchange_triton
-from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
+from pallas_kernels.lib.exchange import TILE, data_word
+from pallas_kernels.lib.exchange_triton import received, send, words_of
 
 
 @triton.jit
@@ -26,14 +27,12 @@ def _all_reduce(
     total,  # [count]
     count,
     SPLITS: tl.constexpr,
-    RANKS: tl.constexpr,
     TILE: tl.constexpr,
-    CTAS: tl.constexpr,
-    MAX_VALUES: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    RANKS: tl.constexpr,  # this and the next three: see ``exchange_triton.parameters``
     LOST: tl.constexpr,
     DATA: tl.constexpr,
     MAX_READS: tl.constexpr,
-    ROUNDS: tl.constexpr,
 ):
     cta = tl.program_id(0)
     rank = tl.load(rank_at)
@@ -51,15 +50,13 @@ def _all_reduce(
         sums = own
         if RANKS > 1:
             number += 1
-            at = DATA + (number & 1) * RANKS * MAX_VALUES + place
-            send(own, at + rank * MAX_VALUES, inside, rank, addresses, cta, number, RANKS, CTAS)
-            reads = reads_left(words, LOST, MAX_READS)
+            sent = send(
+                own, place, inside, rank, addresses, words, cta, number,
+                RANKS, LOST, DATA, MAX_READS,
+            )  # fmt: skip
             sums = tl.zeros((TILE,), tl.float32)
             for peer in tl.static_range(RANKS):  # type: ignore[misc]
-                where = at + peer * MAX_VALUES
-                sums += received(
-                    own, where, inside, peer, rank, words, cta, number, reads, CTAS, LOST
-                )
+                sums += received(sent, peer, LOST)
         tl.store(total + value, sums.to(total.dtype.element_ty), mask=inside)
     if RANKS > 1:
         tl.store(words + cta, number)
@@ -82,13 +79,8 @@ def all_reduce(args: AllReduceArgs) -> jax.Array:  # [T, D] or float32[1, T, D]
         num_stages=1,
         count=tokens * width,
         SPLITS=splits[0] if splits else 1,
-        RANKS=ranks,
-        TILE=launch.TILE,
-        CTAS=launch.CTAS,
-        MAX_VALUES=launch.MAX_VALUES,
-        LOST=launch.lost_word(ranks),
-        DATA=launch.data_word(ranks),
-        MAX_READS=exchange_triton.MAX_READS,
+        TILE=TILE,
         ROUNDS=launch.rounds(tokens * width),
+        **exchange_triton.parameters(ranks, data_word(ranks)),
     )
     return total

@@ -12,6 +12,7 @@ from pallas_kernels.all_reduce import launch as sum_launch
 from pallas_kernels.all_reduce_norm.ref import AllReduceNormArgs
 from pallas_kernels.harness.pins import LINKS
 from pallas_kernels.lib.device import current_device
+from pallas_kernels.lib.exchange import MAX_ROWS
 from pallas_kernels.residual_norm import launch as norm_launch
 from pallas_kernels.residual_norm import mosaic_launch
 
@@ -26,7 +27,7 @@ def supports(args: AllReduceNormArgs) -> str | None:
     if reason := sum_launch.supports(args.sum) or norm_launch.supports(args.norm):
         return reason
     # All CTAs, one for each row, run at the same time, as each waits for the other devices.
-    if (tokens := len(args.norm.x)) > (most := min(sum_launch.MAX_ROWS, current_device().num_sms)):
+    if (tokens := len(args.norm.x)) > (most := min(MAX_ROWS, current_device().num_sms)):
         return f"{tokens} rows are above {most}"
     if args.before_gemm and args.pins.of("all_reduce_norm") is None and is_hidden(args):
         return "the norm is linked with the next GEMM, which hides it"

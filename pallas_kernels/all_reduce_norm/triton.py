@@ -1,7 +1,7 @@
 """all_reduce_norm in Triton: one launch, one CTA per row.
 
 The exchange is that of ``all_reduce``, with counters, flags and data of its own for each row
-(``all_reduce.launch``). Loads that need no other device come before the wait.
+(``lib.exchange``). Loads that need no other device come before the wait.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.all_reduce import launch as sum_launch
 from pallas_kernels.all_reduce.ref import peer_arrays
 from pallas_kernels.all_reduce_norm.ref import AllReduceNormArgs, Pair
-from pallas_kernels.lib import exchange_triton
-from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
+from pallas_kernels.lib import exchange, exchange_triton
+from pallas_kernels.lib.exchange_triton import received, send, words_of
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.residual_norm.launch import num_warps
+
+FIRST_CTA = tl.constexpr(exchange.MAX_CTAS)
+MAX_ROW_VALUES = tl.constexpr(exchange.MAX_ROW_VALUES)
 
 
 @triton.jit
@@ -28,10 +30,6 @@ def _exchanged(
     rank_at,  # int32[1]
     addresses,  # int32[2 * RANKS]
     RANKS: tl.constexpr,
-    FIRST_CTA: tl.constexpr,
-    CTAS: tl.constexpr,
-    MAX_VALUES: tl.constexpr,
-    MAX_ROW_VALUES: tl.constexpr,
     LOST: tl.constexpr,
     DATA: tl.constexpr,
     MAX_READS: tl.constexpr,
@@ -41,13 +39,13 @@ def _exchanged(
     rank = tl.load(rank_at)
     words = words_of(addresses, rank)
     number = tl.load(words + cta) + 1
-    at = DATA + (number & 1) * RANKS * MAX_VALUES + tl.program_id(0) * MAX_ROW_VALUES + component
-    send(own, at + rank * MAX_VALUES, inside, rank, addresses, cta, number, RANKS, CTAS)
-    reads = reads_left(words, LOST, MAX_READS)
+    place = tl.program_id(0) * MAX_ROW_VALUES + component
+    sent = send(
+        own, place, inside, rank, addresses, words, cta, number, RANKS, LOST, DATA, MAX_READS
+    )
     sums = tl.zeros_like(own)
     for peer in range(RANKS):  # not unrolled, which would take registers
-        where = at + peer * MAX_VALUES
-        sums += received(own, where, inside, peer, rank, words, cta, number, reads, CTAS, LOST)
+        sums += received(sent, peer, LOST)
     tl.store(words + cta, number)
     return sums
 
@@ -67,11 +65,7 @@ def _sum_and_norm(
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,  # D
     TILE: tl.constexpr,
-    RANKS: tl.constexpr,
-    FIRST_CTA: tl.constexpr,
-    CTAS: tl.constexpr,
-    MAX_VALUES: tl.constexpr,
-    MAX_ROW_VALUES: tl.constexpr,
+    RANKS: tl.constexpr,  # this and the next three: see ``exchange_triton.parameters``
     LOST: tl.constexpr,
     DATA: tl.constexpr,
     MAX_READS: tl.constexpr,
@@ -87,19 +81,7 @@ def _sum_and_norm(
         delta += tl.load(partials + split * size + at, mask=inside, other=0.0).to(tl.float32)
     if RANKS > 1:
         delta = _exchanged(
-            delta,
-            component,
-            inside,
-            rank_at,
-            addresses,
-            RANKS,
-            FIRST_CTA,
-            CTAS,
-            MAX_VALUES,
-            MAX_ROW_VALUES,
-            LOST,
-            DATA,
-            MAX_READS,
+            delta, component, inside, rank_at, addresses, RANKS, LOST, DATA, MAX_READS
         )
     delta = delta.to(partials.dtype.element_ty).to(tl.float32)  # as the sum alone rounds it
     x_row = (x_row.to(tl.float32) + delta).to(x_row.dtype)
@@ -131,13 +113,6 @@ def all_reduce_norm(args: AllReduceNormArgs) -> Pair:
         SPLITS=partials.size // x.size,
         WIDTH=width,
         TILE=tile,
-        RANKS=ranks,
-        FIRST_CTA=sum_launch.MAX_CTAS,
-        CTAS=sum_launch.CTAS,
-        MAX_VALUES=sum_launch.MAX_VALUES,
-        MAX_ROW_VALUES=sum_launch.MAX_ROW_VALUES,
-        LOST=sum_launch.lost_word(ranks),
-        DATA=sum_launch.row_word(ranks),
-        MAX_READS=exchange_triton.MAX_READS,
+        **exchange_triton.parameters(ranks, exchange.row_word(ranks)),
     )
     return total, normed

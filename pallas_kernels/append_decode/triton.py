@@ -11,7 +11,6 @@ float32.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ import triton.language as tl
 
 from pallas_kernels.append_decode import launch
 from pallas_kernels.append_decode.ref import DecodeArgs
+from pallas_kernels.lib.attention_triton import LOG2_E, capped
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.lib.page_scales import pools_of
 from pallas_kernels.lib.page_scales_triton import (
@@ -33,13 +33,6 @@ from pallas_kernels.lib.page_scales_triton import (
 from pallas_kernels.lib.splits_triton import arrives_last, merged, store_state
 
 MIN_TILE = 16  # of tl.dot, in every dimension
-LOG2_E = tl.constexpr(math.log2(math.e))
-
-
-@triton.jit
-def _capped(scores, CAP: tl.constexpr):
-    """c tanh(scores / c) with c = CAP."""
-    return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
 
 
 @triton.jit
@@ -171,7 +164,7 @@ def _attend_scaled(
         scores = tl.dot(query_odd, tl.trans(k_odd), scores, input_precision="ieee")
         scores *= (key_scales * SCALE)[None, :]
         if CAP > 0:
-            scores = _capped(scores, CAP)
+            scores = capped(scores, CAP)
         # The first key of a block is always visible, so m_ij is never -inf.
         scores = tl.where((first + keys < end)[None, :], scores, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(scores + exponents_of(value_scales)[None, :], 1))
@@ -305,7 +298,7 @@ def _append_and_attend(
         if SCALED:
             m_i = m_i * key_scale
         if CAP > 0:
-            m_i = _capped(m_i, CAP)
+            m_i = capped(m_i, CAP)
         l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
         if SCALED:
             # see _attend_scaled
@@ -343,7 +336,7 @@ def _append_and_attend(
             k = tl.load(k_pages + at_key, mask=readable, other=0.0).to(query.dtype)
             scores = tl.dot(query, tl.trans(k), input_precision="ieee") * SCALE
             if CAP > 0:
-                scores = _capped(scores, CAP)
+                scores = capped(scores, CAP)
             # The first key of a block is always visible, so m_ij is never -inf.
             scores = tl.where(visible[None, :], scores, float("-inf"))
             m_ij = tl.maximum(m_i, tl.max(scores, 1))

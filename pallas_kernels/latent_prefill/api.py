@@ -9,12 +9,20 @@ from pallas_kernels.latent_prefill import cases, launch, ref, xla
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.lib.latent_pages import check_pools
 
+_split = imported_when_called("pallas_kernels.latent_prefill.split.triton", "latent_prefill")
 _triton = imported_when_called("pallas_kernels.latent_prefill.triton", "latent_prefill")
 
 OP = KernelOp(
     name="latent_prefill",
     ref=ref.latent_prefill,
     impls=(
+        Impl(
+            "split",
+            _split,
+            platforms=("gpu",),
+            supports=launch.split_supports,
+            workspace=launch.split_workspace,
+        ),
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.latent_prefill),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +31,32 @@ def _prompt_steps(*steps: tuple[str, LatentHeads, int, int, int]) -> tuple[Laten
             tags=("bench", "gpu"),
         )
         for name, sizes, rows, queries, context in steps
+    )
+
+
+def _few_queries() -> tuple[LatentCase, ...]:
+    """A few queries of contexts that are long enough for several splits."""
+    ragged: dict[str, Any] = {"padding": 4, "max_pages": 70}
+    real = LatentCase(
+        "v2_lite_splits",
+        (1500, 20, 700),
+        (30, 20, 9),
+        sizes=_LITE,
+        max_pages=2048,
+        dtype="bfloat16",
+        tags=("full", "gpu"),
+    )
+    one = replace(real, name="kimi_k2_splits", seq_lens=(900,), query_lens=(30,))
+    hit = replace(one, name="v2_lite_1x30_of_8192", seq_lens=(8192,), padding=98)
+    return (
+        # rows with several splits, with one, without earlier tokens and without queries
+        LatentCase("tiny_splits", (1100, 5, 0, 300, 40), (3, 5, 0, 17, 1), **ragged),
+        LatentCase("tiny_splits_bf16", (1100, 300), (3, 70), dtype="bfloat16", **ragged),
+        LatentCase("tiny_splits_fp8", (700, 9), (20, 9), kv_dtype=str(BITS), **ragged),
+        real,
+        replace(one, sizes=shapes.KIMI_K2),
+        replace(one, name="v2_lite_splits_fp8", kv_dtype=str(BITS)),
+        replace(hit, tags=("bench", "gpu")),
     )
 
 
@@ -81,6 +108,7 @@ CASES = (
         dtype="bfloat16",
         tags=("full",),
     ),
+    *_few_queries(),
     *_prompt_steps(
         ("v2_lite_t512", _LITE, 1, 512, 512),
         ("v2_lite_t1024", _LITE, 1, 1024, 1024),

@@ -1,4 +1,4 @@
-"""How Triton kernels exchange values in the memory that ``all_reduce.launch`` describes.
+"""How Triton kernels exchange values in the memory that ``lib.exchange`` describes.
 
 A CTA writes its values into the memory of the other devices, sets a flag there (``send``), and
 waits for theirs (``received``). The flag has the number of the CTA's exchange, which each CTA
@@ -12,12 +12,38 @@ seqlock.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+from pallas_kernels.lib import exchange
+
+CTAS = tl.constexpr(exchange.CTAS)
+MAX_VALUES = tl.constexpr(exchange.MAX_VALUES)
 
 # A read takes about 0.6 us, so these are about 5 s. After it a device counts as lost, and later
 # exchanges do not wait.
 MAX_READS = 8_000_000
+
+
+def parameters(devices: int, data: int) -> dict[str, Any]:
+    """The parameters of a kernel that exchanges the data that begins at a word."""
+    lost = exchange.lost_word(devices)
+    return {"RANKS": devices, "LOST": lost, "DATA": data, "MAX_READS": MAX_READS}
+
+
+class Sent(NamedTuple):
+    """An exchange of a CTA, whose values it has sent."""
+
+    own: Any  # float32[TILE]: this device's values
+    inside: Any  # bool[TILE]
+    rank: Any  # of this device
+    words: Any  # pointer to int32: this device's memory
+    cta: Any
+    number: Any  # of the CTA's exchanges
+    at: Any  # int32[TILE]: the words of the data of rank 0, with 16 bytes aligned
+    reads: Any  # how often ``received`` reads a flag: once if a device is lost
 
 
 @triton.jit
@@ -31,48 +57,41 @@ def words_of(addresses, rank):
 @triton.jit
 def send(
     own,  # float32[TILE]
-    at,  # int32[TILE]: the words of the data, with 16 bytes aligned
+    place,  # int32[TILE]: of the values in each device's data, with 16 bytes aligned
     inside,  # bool[TILE]
     rank,
     addresses,  # int32[2 * RANKS]
+    words,  # int32: this device's memory
     cta,
     number,  # of this exchange of the CTA
     RANKS: tl.constexpr,
-    CTAS: tl.constexpr,
+    LOST: tl.constexpr,
+    DATA: tl.constexpr,
+    MAX_READS: tl.constexpr,
 ):
     """Write values into the memory of the other devices, and then the number into its flag.
 
     A mask, no branch, leaves the own memory out: Triton 3.6 does not compile the branches of three
     devices (TritonGPURemoveLayoutConversions, bfloat16).
     """
+    at = DATA + (number & 1) * RANKS * MAX_VALUES + place
+    to = at + rank * MAX_VALUES
     for peer in tl.static_range(RANKS):  # type: ignore[misc]
-        data = words_of(addresses, peer).to(tl.pointer_type(tl.float32)) + at
+        data = words_of(addresses, peer).to(tl.pointer_type(tl.float32)) + to
         tl.store(tl.multiple_of(data, 16), own, mask=inside & (peer != rank))
     tl.debug_barrier()  # the flag is set after the writes of all threads
     for peer in tl.static_range(RANKS):  # type: ignore[misc]
         if peer != rank:
             flag = words_of(addresses, peer) + (1 + rank) * CTAS + cta
             tl.atomic_xchg(flag, number, sem="release", scope="sys")
-
-
-@triton.jit
-def reads_left(words, LOST: tl.constexpr, MAX_READS: tl.constexpr):
-    """How often ``received`` reads a flag: once if a device is lost."""
-    return tl.where(tl.load(words + LOST, volatile=True) != 0, 0, MAX_READS)
+    reads = tl.where(tl.load(words + LOST, volatile=True) != 0, 0, MAX_READS)
+    return Sent(own, inside, rank, words, cta, number, at, reads)
 
 
 @triton.jit
 def received(
-    own,  # float32[TILE]: this device's values
-    at,  # int32[TILE]: the words of the data, with 16 bytes aligned
-    inside,  # bool[TILE]
+    sent,  # see ``Sent``
     peer,
-    rank,  # of this device
-    words,  # int32: this device's memory
-    cta,
-    number,
-    reads,  # see ``reads_left``
-    CTAS: tl.constexpr,
     LOST: tl.constexpr,
 ):
     """The values of a device, float32[TILE]: its own ones, or those that it waits for; NaN if the
@@ -81,18 +100,20 @@ def received(
     Branches have no result but ``came``: Triton 3.6 does not compile tensors that come from one
     (TritonGPURemoveLayoutConversions, three devices with bfloat16).
     """
-    came = rank >= 0
-    if peer != rank:
-        flag = words + (1 + peer) * CTAS + cta
+    at = sent.at + peer * MAX_VALUES
+    came = sent.rank >= 0
+    if peer != sent.rank:
+        flag = sent.words + (1 + peer) * CTAS + sent.cta
         seen = tl.load(flag, volatile=True)
         done = 0
-        while (seen - number < 0) & (done < reads):  # a faster device may be one ahead
+        # a faster device may be one ahead
+        while (seen - sent.number < 0) & (done < sent.reads):
             seen = tl.load(flag, volatile=True)
             done += 1
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        came = seen - number >= 0
+        came = seen - sent.number >= 0
         if not came:
-            tl.store(words + LOST, 1)
-    data = tl.multiple_of(words.to(tl.pointer_type(tl.float32)) + at, 16)
-    theirs = tl.load(data, mask=inside & (peer != rank), other=0.0, volatile=True)
-    return tl.where(peer == rank, own, tl.where(came, theirs, float("nan")))
+            tl.store(sent.words + LOST, 1)
+    data = tl.multiple_of(sent.words.to(tl.pointer_type(tl.float32)) + at, 16)
+    theirs = tl.load(data, mask=sent.inside & (peer != sent.rank), other=0.0, volatile=True)
+    return tl.where(peer == sent.rank, sent.own, tl.where(came, theirs, float("nan")))

@@ -13,6 +13,41 @@ import triton.language as tl
 
 
 @triton.jit
+def splits_of(
+    tiles,  # of a row
+    keys,  # that its tiles see
+    SPLITS: tl.constexpr,  # of a tile at most
+    CTAS: tl.constexpr,  # that the splits are for
+    MIN_KEYS: tl.constexpr,  # of a split at least, if there are as many
+):
+    """The splits of each tile of a row; a tile that sees fewer keys may use fewer."""
+    splits = tl.minimum(CTAS // tl.maximum(tiles, 1), SPLITS)
+    return tl.maximum(tl.minimum(splits, tl.cdiv(keys, MIN_KEYS)), 1)
+
+
+@triton.jit
+def item_of(
+    item,
+    rows,  # int32[STARTS_TILE]: 0, 1, 2 and so on
+    items,  # int32[STARTS_TILE]: of each row
+):
+    """The row of an item, and its index among the items of the row."""
+    row = tl.sum((tl.cumsum(items, 0) <= item).to(tl.int32), 0)
+    return row, item - tl.sum(tl.where(rows < row, items, 0), 0)
+
+
+@triton.jit
+def entries_of_split(
+    keys,  # that a tile sees
+    splits,
+    BLOCK: tl.constexpr,
+):
+    """The keys of each split, whole blocks, and the number of splits that have any; at least 1."""
+    per_split = tl.cdiv(tl.cdiv(keys, splits), BLOCK) * BLOCK
+    return per_split, tl.maximum(tl.cdiv(keys, tl.maximum(per_split, 1)), 1)
+
+
+@triton.jit
 def store_state(
     accs,  # float32[splits, rows, width]
     m_l,  # float32[splits, 2, rows]: m_i, l_i

@@ -1,14 +1,17 @@
 """Which calls the GPU kernels of paged_prefill support, and their tile sizes.
 
 Owns: ``mosaic_supports``, ``split_supports``, ``triton_supports``, ``result_shapes``,
-``TritonConfig``, ``choose_config`` (the tuned one, else that of a heuristic), ``split_config``.
+``TritonConfig``, ``choose_config`` (the tuned one, else that of a heuristic), ``split_config``,
+``sizes_of``.
 Imports neither Triton nor Mosaic, so it works where they are not installed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -91,18 +94,56 @@ class TritonConfig:
     num_stages: int
     value_columns: int = 0
 
+    def value_tile(self, head_dim: int) -> int:
+        """The columns of values of a CTA, also those of padding."""
+        dim_tile = power_of_two(head_dim)
+        return min(self.value_columns or dim_tile, dim_tile)
+
+
+def sizes_of(
+    q: jax.Array,  # [T, N, H]
+    args: Any,  # the pages, the context and the settings of a ``PrefillArgs`` or ``DecodeArgs``
+    tile: TritonConfig,
+) -> dict[str, Any]:
+    """The launch parameters that all Triton kernels of tiles have."""
+    (_, n, h), (page_size, num_kv_heads) = q.shape, args.k_pages.shape[1:3]
+    group = n // num_kv_heads
+    return {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "table_width": args.page_table.shape[1],
+        "SCALE": args.scale * math.log2(math.e),
+        "CAP": (args.cap or 0.0) / args.scale,
+        "WINDOW": args.window or 0,
+        "HAS_SINKS": args.sinks is not None,
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": h,
+        "DIM_TILE": power_of_two(h),
+        "PAGE_SIZE": page_size,
+        "ROWS": tile.rows,
+        "TOKENS": tile.rows // group,
+        "BLOCK": tile.block,
+    }
+
 
 @dataclass(frozen=True)
 class SplitConfig:
     """Tile sizes and launch parameters of the Triton kernel with splits.
 
     ``splits``: of a tile at most, a power of two; ``ctas``: of each kv head and part of its values,
-    one for each SM.
+    one for each SM. ``resident``: CTAs of an SM at most. With ``merges`` the last CTA of a tile to
+    arrive merges its states, else a second kernel does. So many ``columns`` of values are merged at
+    the same time, from ``unroll`` splits: more of both would spill registers.
     """
 
     tile: TritonConfig
     splits: int
     ctas: int
+    resident: int = RESIDENT
+    merges: bool = True
+    columns: int = 32
+    unroll: int = 6
 
 
 def num_warpgroups(head_dim: int, window: int | None, num_tokens: int) -> int:
@@ -160,12 +201,13 @@ def split_config(args: PrefillArgs) -> SplitConfig:
     """
     (_, n, h), num_kv_heads = args.q.shape, args.k_pages.shape[2]
     tile = _split_tile(args)
-    dim_tile = power_of_two(h)
-    parts = dim_tile // min(tile.value_columns or dim_tile, dim_tile)
+    parts = power_of_two(h) // tile.value_tile(h)
     ctas = max(current_device().num_sms // (num_kv_heads * parts), 1)
     keys = most_keys(args, tile.rows // (n // num_kv_heads))
     splits = max(min(ctas, keys // MIN_KEYS, MAX_SPLITS), 1)
-    return SplitConfig(tile, power_of_two(splits + 1) // 2, ctas)
+    config = SplitConfig(tile, power_of_two(splits + 1) // 2, ctas)
+    # of 16 rows in float32: with 32 columns of 6 splits the assembler spills to have more CTAs
+    return replace(config, columns=64, unroll=2) if args.q.dtype.itemsize > 2 else config
 
 
 def _split_tile(args: PrefillArgs) -> TritonConfig:

@@ -16,7 +16,7 @@ from jaxinfer.exec.run.exchange import Exchange
 from jaxinfer.exec.step.batch import ALIGN, PEERS, BatchLayout, GroupTable, PageGroup
 from jaxinfer.exec.step.sampling import NOT_FINITE
 from kit.engines import run, tiny_engine
-from pallas_kernels.all_reduce import launch
+from pallas_kernels.lib.exchange import lost_word
 
 
 class _Driver:
@@ -66,7 +66,7 @@ def test_each_device_has_memory_that_the_others_know(monkeypatch: pytest.MonkeyP
     assert peers.view(np.uint64).tolist() == list(driver.memory)
 
     exchange.check()
-    lost = 4 * launch.lost_word(2)
+    lost = 4 * lost_word(2)
     list(driver.memory.values())[1][lost] = 1
     with pytest.raises(EngineError, match=r"device 1 has waited .* of \[0, 1\], which did not"):
         exchange.check()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from msgspec.structs import replace
 
@@ -11,12 +13,16 @@ from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.memory_plan import block_bytes
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.block import StepShape
+from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from kit.checkpoints import tiny_llama_config
 from kit.engines import tiny_limits
 from pallas_kernels.harness import registry
 from pallas_kernels.harness.pins import NO_PINS
 from pallas_kernels.lib.device import Device, compiling_for
+from pallas_kernels.lib.page_scales import BITS
 
+_array: Any = jax.ShapeDtypeStruct
 H200 = Device("gpu", "NVIDIA H200", "9.0")
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "head_dim": 64}
 MODEL = build_model(tiny_llama_config(**SIZES, max_position_embeddings=8192), "bfloat16")
@@ -62,3 +68,28 @@ def test_the_states_of_splits_are_planned() -> None:
             block_bytes(MODEL, Bucket(0, tokens, 8), "gpu", NO_PINS) for tokens in (128, 2048)
         )
     assert few >= 16 * 128 * 4 * (64 + 2) * 4 > many
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_the_states_of_splits_of_latents_are_planned(bits: int) -> None:
+    """8 splits of 16 heads, with a value and a sum in float32 for each token and head."""
+    spec = LatentAttentionConfig(
+        num_heads=16,
+        nope_dim=128,
+        rope_dim=64,
+        value_dim=128,
+        rank=512,
+        query_rank=None,
+        scale=0.1,
+        rope=None,
+        page_dtype=BITS if bits == 8 else None,
+    )
+    shapes = ((128, 8), (2048, 8), (128, 0))  # tokens and prompts
+    with compiling_for(H200):
+        planned = [
+            spec.workspace(
+                {}, StepShape(_array((tokens, 2048), jnp.bfloat16), rows, "gpu", NO_PINS)
+            )
+            for tokens, rows in shapes
+        ]
+    assert planned == [8 * 128 * 16 * (128 + 1) * 4, 0, 0]

@@ -18,6 +18,7 @@ from pallas_kernels.all_gather.api import OP, AllGatherArgs, all_gather
 from pallas_kernels.all_reduce import launch as sum_launch
 from pallas_kernels.all_reduce.ref import Peers
 from pallas_kernels.harness.registry import select
+from pallas_kernels.lib import exchange
 from pallas_kernels.lib.device import Device, compiling_for
 
 
@@ -68,8 +69,8 @@ def test_all_ctas_run_at_the_same_time(ranks: int, rows: int) -> None:
     assert code.spilled_bytes == 0 and threads * code.registers <= 1 << 16, code
     for num_sms in (58, 132, 148):
         with compiling_for(Device("gpu", "a GPU", "9.0", num_sms=num_sms)):
-            most = min(sum_launch.CTAS_PER_SM * num_sms, sum_launch.MAX_CTAS)
-            assert sum_launch.ctas(args.x.size) == min(most, -(-args.x.size // sum_launch.TILE))
+            most = min(sum_launch.CTAS_PER_SM * num_sms, exchange.MAX_CTAS)
+            assert sum_launch.ctas(args.x.size) == min(most, -(-args.x.size // exchange.TILE))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from pallas_kernels.all_reduce import launch
 from pallas_kernels.all_reduce.api import OP, AllReduceArgs, Peers, all_reduce
+from pallas_kernels.lib import exchange
 
 ROOT = Path(__file__).parents[2]
 PEERS = Peers(rank=jnp.zeros(1, jnp.int32), addresses=jnp.zeros(4, jnp.int32))
@@ -32,7 +33,7 @@ def _device(memory: Path, *words: object) -> subprocess.Popen[bytes]:
 def _memory(folder: Path, ranks: int) -> Path:
     memory = folder / "memory"
     with memory.open("wb") as file:
-        file.truncate(4 * launch.words(ranks) * ranks)
+        file.truncate(4 * exchange.words(ranks) * ranks)
     return memory
 
 

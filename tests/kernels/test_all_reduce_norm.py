@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.all_reduce import launch as sum_launch
 from pallas_kernels.all_reduce.ref import Peers
 from pallas_kernels.all_reduce_norm import launch
 from pallas_kernels.all_reduce_norm.api import OP, AllReduceNormArgs, all_reduce_norm
 from pallas_kernels.harness.pins import LINKS, UNLINKED, Pins
 from pallas_kernels.harness.registry import UnfitKernel, select
+from pallas_kernels.lib import exchange
 from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.residual_norm.ref import NormArgs
 
@@ -94,7 +94,7 @@ def test_compiles_for_several_devices_without_spills(ranks: int, width: int) -> 
     (call,) = recorder.calls
     code = compile_call(call)
     assert code.spilled_bytes == 0 and code.registers <= 128, code  # of 512 threads
-    assert sum_launch.MAX_ROWS * sum_launch.MAX_ROW_VALUES == sum_launch.MAX_VALUES
+    assert exchange.MAX_ROWS * exchange.MAX_ROW_VALUES == exchange.MAX_VALUES
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "residual_norm"])

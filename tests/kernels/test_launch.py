@@ -16,9 +16,18 @@ from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.harness import tuned
 from pallas_kernels.harness.registry import select
+from pallas_kernels.latent_prefill import launch as latent_launch
+from pallas_kernels.latent_prefill.api import OP as LATENT_PREFILL
+from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.device import Device, compiling_for
-from pallas_kernels.lib.shapes import PagedCase
+from pallas_kernels.lib.shapes import (
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    LatentHeads,
+    PagedCase,
+)
 from pallas_kernels.paged_prefill import launch as prefill_launch
 from pallas_kernels.paged_prefill.api import OP as PREFILL
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
@@ -138,6 +147,47 @@ def test_splits_of_few_queries(call: PrefillArgs, splits: int) -> None:
         assert chosen == ("mosaic" if reason else "split") or call.q.shape[0] < 64
         # a pin keeps the kernel that it names
         assert select(PREFILL, "gpu", (call,), {}, pinned="triton").name == "triton"
+
+
+def latent_of(tokens: int, sizes: LatentHeads, pages: int = 2048) -> LatentPrefillArgs:
+    """Shapes of a call of latent attention in bfloat16."""
+    array: Any = jax.ShapeDtypeStruct
+    heads = sizes.num_heads
+    return LatentPrefillArgs(
+        q=array((tokens, heads, sizes.nope_dim + sizes.rope_dim), jnp.bfloat16),
+        entries=array((tokens, sizes.entry), jnp.bfloat16),
+        k_up=array((heads * sizes.nope_dim, sizes.rank), jnp.bfloat16),
+        v_up=array((heads * sizes.value_dim, sizes.rank), jnp.bfloat16),
+        pages=array((100, 16, sizes.entry), jnp.bfloat16),
+        page_table=array((8, pages), jnp.int32),
+        seq_lens=array((8,), jnp.int32),
+        query_start_loc=array((9,), jnp.int32),
+        scale=0.1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "splits", "items"),
+    [
+        pytest.param(latent_of(128, DEEPSEEK_V2_LITE), 8, 74, id="v2_lite"),
+        pytest.param(latent_of(128, KIMI_K2), 2, 20, id="64_heads_take_half"),
+        pytest.param(latent_of(128, DEEPSEEK_V3), 1, None, id="128_heads_fill_the_gpu"),
+        pytest.param(latent_of(128, DEEPSEEK_V2_LITE, 60), 2, 20, id="few_pages"),
+        pytest.param(latent_of(128, DEEPSEEK_V2_LITE, 31), 1, None, id="short_context"),
+        pytest.param(latent_of(512, DEEPSEEK_V2_LITE), 8, None, id="many_tokens"),
+    ],
+)
+def test_splits_of_latents(call: LatentPrefillArgs, splits: int, items: int | None) -> None:
+    """A row that fills the GPU alone has no more items than CTAs: 8 rows, and 10 tiles."""
+    with compiling_for(Device("gpu", "NVIDIA H200", "9.0")):
+        config = latent_launch.split_config(call)
+        assert config.splits == splits
+        chosen = select(LATENT_PREFILL, "gpu", (call,), {}).name
+        assert chosen == ("split" if items else "triton")
+        if items:
+            assert latent_launch.most_items(config, call.q.shape[0], 8) == items
+            n, value = call.q.shape[1], 128
+            assert latent_launch.split_workspace(call) == 4 * splits * 128 * n * (value + 1)
 
 
 def test_a_tuned_choice_wins_over_the_heuristic(tmp_path: Path, monkeypatch) -> None:

@@ -40,6 +40,7 @@ import jax_triton
 
 from kit.lowering import lowered_in_place
 from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call
+from kit.triton_sweep import MERGED_APART
 
 ROOT = Path(__file__).parents[2]
 HOPPER_SHARED_BYTES = 227 << 10  # per CTA
@@ -137,12 +138,19 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, str | None]:
 
 def _to_interpret() -> list[Any]:
     """The cases of CI; bfloat16 where there is the same in float32 is marked nightly."""
-    cases = _sweep("ci")
+    cases = [*_sweep("ci"), _merged_apart()]
     names = {one.id for one in cases}
     return [
         pytest.param(*one.values, id=one.id, marks=[pytest.mark.nightly] * _is_twin(one.id, names))
         for one in cases
     ]
+
+
+def _merged_apart() -> Any:
+    """Splits of two rows, one without keys, that a second kernel merges."""
+    op = next(op for op in all_ops() if op.name == "paged_prefill")
+    case = next(case for case in op.cases if case.name == "smollm2_tp3_splits")
+    return pytest.param(op, MERGED_APART, case, id=f"{op.name}/{MERGED_APART.name}/{case.name}")
 
 
 def _is_twin(name: str, names: set[str]) -> bool:

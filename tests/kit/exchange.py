@@ -30,7 +30,7 @@ from pallas_kernels.all_reduce import triton as kernel
 from pallas_kernels.all_reduce.ref import AllReduceArgs, Peers
 from pallas_kernels.all_reduce_norm import triton as fused
 from pallas_kernels.all_reduce_norm.ref import AllReduceNormArgs
-from pallas_kernels.lib import exchange_triton
+from pallas_kernels.lib import exchange, exchange_triton
 from pallas_kernels.residual_norm.api import OP
 from pallas_kernels.residual_norm.ref import NormArgs, residual_norm
 
@@ -130,7 +130,7 @@ def is_right(call: int, ranks: int, found: list[np.ndarray]) -> bool:
 
 
 def main(path: str, rank: int, ranks: int, alone: bool) -> None:
-    size = 4 * launch.words(ranks)
+    size = 4 * exchange.words(ranks)
     with Path(path).open("r+b") as file:
         memory = np.frombuffer(mmap.mmap(file.fileno(), size * ranks), np.uint8)
     starts = [memory.ctypes.data + size * peer for peer in range(ranks)]
@@ -153,7 +153,7 @@ def main(path: str, rank: int, ranks: int, alone: bool) -> None:
             arrays = results(call, peers)
             if alone:
                 own = memory[size * rank : size * (rank + 1)].view(np.int32)
-                lost = int(own[launch.lost_word(ranks)])
+                lost = int(own[exchange.lost_word(ranks)])
                 if one.dropped is not None:  # the first columns are its own
                     arrays = [arrays[0][:, one.width :]]
                 found.append([all(bool(np.isnan(one).all()) for one in arrays), lost])

@@ -6,17 +6,36 @@ them. Prints one JSON object: for each case null, or the error of the result.
 
 import json
 import sys
+from dataclasses import replace
+from importlib import import_module
+
+import jax
 
 from kit.triton_shims import in_place_of_triton_call, interpreted
-from pallas_kernels.harness.registry import all_ops
+from pallas_kernels.harness.registry import Impl, KernelOp, all_ops
 from pallas_kernels.harness.testing import mismatch
+from pallas_kernels.paged_prefill import launch
+from pallas_kernels.paged_prefill.ref import PrefillArgs
+
+
+def _merged_apart(args: PrefillArgs) -> jax.Array:  # [T, N, H]
+    """``paged_prefill`` in splits whose states a second kernel merges."""
+    config = replace(launch.split_config(args), merges=False)
+    return import_module("pallas_kernels.paged_prefill.split.triton").launch_with(config, args)
+
+
+MERGED_APART = Impl("split_merged_apart", _merged_apart, supports=launch.split_supports)
+
+
+def _impl(op: KernelOp, name: str) -> Impl:
+    return next(impl for impl in (*op.impls, MERGED_APART) if impl.name == name)
 
 
 def run(name: str) -> str | None:
     """The error of the named case, or None."""
     op_name, impl_name, case_name = name.split("/")
     op = next(op for op in all_ops() if op.name == op_name)
-    impl = next(impl for impl in op.impls if impl.name == impl_name)
+    impl = _impl(op, impl_name)
     case = next(case for case in op.cases if case.name == case_name)
     try:
         return mismatch(op, impl, case, op.build(case, 0))

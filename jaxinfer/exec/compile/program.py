@@ -21,9 +21,9 @@ from jaxinfer.exec.calls.steer import tables
 from jaxinfer.exec.calls.table import CALLS
 from jaxinfer.exec.step.engine_shape import EngineShape
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
-from pallas_kernels.all_reduce.launch import MAX_VALUES
 from pallas_kernels.harness.pins import LINKS
 from pallas_kernels.harness.registry import UnfitKernel
+from pallas_kernels.lib.exchange import MAX_VALUES
 
 FIRST = "_first"  # suffix of the first executable of a split step
 # Up to this many decode rows, let XLA autotune matmuls (Triton or cuBLAS). The head's matmul is

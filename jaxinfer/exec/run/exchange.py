@@ -8,11 +8,11 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.cuda_driver import connect, device_zeros, read_words
 from jaxinfer.exec.step.batch import PEERS
-from pallas_kernels.all_reduce import launch
+from pallas_kernels.lib.exchange import lost_word, words
 
 
 class Exchange:
-    """Memory on each device, to which all of them write: see ``pallas_kernels.all_reduce``.
+    """Memory on each device, to which all of them write: see ``pallas_kernels.lib.exchange``.
 
     It is never freed, as an abandoned step may still write there.
     """
@@ -21,7 +21,7 @@ class Exchange:
         """Raises ``EngineError`` if a device cannot write to the memory of another one."""
         self._ordinals = ordinals
         connect(ordinals)
-        size = 4 * launch.words(len(ordinals))
+        size = 4 * words(len(ordinals))
         self._addresses = [device_zeros(ordinal, size) for ordinal in ordinals]
         # int32[2 * N]: low and high half of each address
         self.words = np.array(self._addresses, np.uint64).view(np.int32)
@@ -39,7 +39,7 @@ class Exchange:
 
     def check(self) -> None:
         """Raise ``EngineError`` if a device has waited in vain for another one."""
-        at = 4 * launch.lost_word(len(self._ordinals))
+        at = 4 * lost_word(len(self._ordinals))
         for ordinal, address in zip(self._ordinals, self._addresses, strict=True):
             if read_words(ordinal, address + at, 1)[0]:
                 raise EngineError(

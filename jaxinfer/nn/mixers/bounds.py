@@ -16,12 +16,16 @@ from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.mixers.chunks import most_chunks
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
+from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.mixers.lightning_spec import LightningConfig
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
 from jaxinfer.nn.mixers.mamba_spec import MambaConfig
 from pallas_kernels.delta_prefill import api as delta_prefill
 from pallas_kernels.harness.registry import workspace_of
+from pallas_kernels.latent_prefill import api as latent_prefill
+from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.lib.chunk_scan import CHUNK
+from pallas_kernels.lib.latent_pages import ROPE_DTYPE, num_groups
 from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.paged_prefill import api as paged_prefill
 from pallas_kernels.paged_prefill.ref import FEW_TOKENS, PrefillArgs
@@ -59,6 +63,30 @@ def attention_bytes(config: AttentionConfig, step: StepShape) -> int:
         window=config.window,
         cap=config.cap,
     )
+    return workspace_of(op, step.platform, args, step.pins.of(op.name))
+
+
+def latent_bytes(config: LatentAttentionConfig, step: StepShape) -> int:
+    """The states of splits, where a step has few prompt tokens."""
+    if not step.num_prompts or step.x.shape[0] > MOST_MIXED:
+        return 0
+    of: Any = jax.ShapeDtypeStruct
+    tokens, c, dtype = min(step.x.shape[0], FEW_TOKENS), config, step.x.dtype
+    is_scaled = c.page_dtype == BITS
+    args = LatentPrefillArgs(
+        q=of((tokens, c.num_heads, c.head_dim), dtype),
+        entries=of((tokens, c.entry_dim), dtype),
+        k_up=of((c.num_heads * c.nope_dim, c.rank), dtype),
+        v_up=of((c.num_heads * c.value_dim, c.rank), dtype),
+        pages=of((1, 16, c.rank if is_scaled else c.entry_dim), c.page_dtype or dtype),
+        page_table=of((step.num_prompts, MOST_PAGES), jnp.int32),
+        seq_lens=of((step.num_prompts,), jnp.int32),
+        query_start_loc=of((step.num_prompts + 1,), jnp.int32),
+        scales=of((1, 16, num_groups(c.rank)), jnp.float32) if is_scaled else None,
+        rope_pages=of((1, 16, c.rope_dim), ROPE_DTYPE) if is_scaled else None,
+        scale=c.scale,
+    )
+    op = latent_prefill.OP
     return workspace_of(op, step.platform, args, step.pins.of(op.name))
 
 

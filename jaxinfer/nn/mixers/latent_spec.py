@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.block import BlockSpec, QueryGrowth, part
+from jaxinfer.nn.block import BlockSpec, QueryGrowth, StepShape, part
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import SCALE, Entry, LayerState, PagedKind
 from pallas_kernels.lib.latent_pages import ROPE_DTYPE, num_groups
@@ -96,6 +96,11 @@ class LatentAttentionConfig(BlockSpec):
     def points(self) -> Mapping[str, tuple[int, ...]]:
         """See ``MixerSpec``."""
         return {"z": (self.num_heads, self.value_dim)}
+
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
+        """See ``MixerSpec``."""
+        del params
+        return import_module("jaxinfer.nn.mixers.bounds").latent_bytes(self, step)
 
     def words(self) -> str:
         """See ``MixerSpec``."""

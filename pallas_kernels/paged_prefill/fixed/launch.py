@@ -5,13 +5,11 @@ Does not import Triton, so it works where Triton is not installed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.lib.checks import unfit_for_triton
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.lib.page_scales import BITS
-from pallas_kernels.paged_prefill.launch import HEAD_DIMS
+from pallas_kernels.paged_prefill.launch import HEAD_DIMS, TritonConfig
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 # Keys of a split, counted from the first key of the sequence. Longer contexts have longer ones, as
@@ -21,23 +19,16 @@ MIN_SPLIT, MAX_SPLITS = 512, 16
 WIDE_HEAD = 128  # two accumulators of more components and 64 rows would spill registers
 
 
-@dataclass(frozen=True)
-class FixedTiles:
-    """Tile sizes and launch parameters; ``rows`` are pairs of a token and a query head."""
+def tiles_for(dtype_bytes: int, head_dim: int) -> TritonConfig:
+    """The tiles of decode rows and of prompts: nothing else of a call may choose them.
 
-    rows: int
-    block: int  # keys per loop iteration, counted from the first key of the sequence
-    num_warps: int
-    num_stages: int
-
-
-def tiles_for(dtype_bytes: int, head_dim: int) -> FixedTiles:
-    """The tiles of decode rows and of prompts: nothing else of a call may choose them."""
+    Blocks are counted from the first key of the sequence.
+    """
     is_wide = head_dim > WIDE_HEAD
     if dtype_bytes > 2:  # without tensor cores larger tiles, or more stages, would spill registers
-        return FixedTiles(16, 16, 4, 1 if is_wide else 2)
+        return TritonConfig(16, 16, 4, 1 if is_wide else 2)
     # so would blocks of 64 keys
-    return FixedTiles(16, 32, 4, 3) if is_wide else FixedTiles(64, 32, 4, 4)
+    return TritonConfig(16, 32, 4, 3) if is_wide else TritonConfig(64, 32, 4, 4)
 
 
 def split_for(table_width: int, page_size: int) -> int:

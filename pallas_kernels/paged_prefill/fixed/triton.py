@@ -13,7 +13,6 @@ that chose one itself might do so in one kernel alone.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -22,31 +21,26 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.lib.attention_triton import (
+    capped,
+    finite,
+    first_state,
+    is_visible,
+    result_of,
+    slots_of,
+    with_state,
+)
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.lib.rows_triton import row_of_tile
 from pallas_kernels.paged_prefill.fixed import launch as fixed_launch
-from pallas_kernels.paged_prefill.launch import STARTS_TILE
+from pallas_kernels.paged_prefill.launch import STARTS_TILE, sizes_of
 from pallas_kernels.paged_prefill.ref import PrefillArgs
-
-LOG2_E = tl.constexpr(math.log2(math.e))
-
-
-@triton.jit
-def _finite(m_i):
-    """0 where no key has been seen: -inf - -inf would be NaN."""
-    return tl.where(m_i == float("-inf"), 0.0, m_i)
-
-
-@triton.jit
-def _merged(m_i, l_i, acc, m_ij, l_ij, acc_ij):
-    """The state of the splits so far and of the next one."""
-    m_new = tl.maximum(m_i, m_ij)
-    base = _finite(m_new)
-    alpha = tl.exp2(m_i - base)
-    beta = tl.exp2(m_ij - base)
-    l_new = tl.fma(l_i, alpha, l_ij * beta)
-    acc_new = tl.fma(acc, alpha[:, None], acc_ij * beta[:, None])
-    return m_new, l_new, acc_new
+from pallas_kernels.paged_prefill.tile import (
+    context_of,
+    load_queries,
+    oldest_key,
+    store_result,
+)
 
 
 @triton.jit
@@ -79,20 +73,16 @@ def _attend_split(
         position = first + keys
         # pages before a window may have another owner, and unwritten slots may hold NaN
         written = (position >= oldest) & (position < end)
-        page = tl.load(page_ids + position // PAGE_SIZE, mask=written, other=0)
-        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE  # offsets exceed int32
+        slot = slots_of(page_ids, position, written, PAGE_SIZE, True)
         at = (slot * (NUM_KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]
         readable = written[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_pages + at, mask=readable, other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
         if CAP > 0:
-            scores = CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
-        visible = position[None, :] <= last_key[:, None]
-        if WINDOW > 0:
-            visible = visible & (position[None, :] > last_key[:, None] - WINDOW)
-        scores = tl.where(visible, scores * SCALE, float("-inf"))
+            scores = capped(scores, CAP)
+        scores = tl.where(is_visible(position, last_key, WINDOW), scores * SCALE, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(scores, 1))
-        base = _finite(m_ij)
+        base = finite(m_ij)
         alpha = tl.exp2(m_i - base)
         p = tl.exp2(scores - base[:, None])
         l_i = tl.fma(l_i, alpha, tl.sum(p, 1))
@@ -100,28 +90,6 @@ def _attend_split(
         acc = tl.dot(p.to(query.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m_i = m_ij
     return m_i, l_i, acc
-
-
-@triton.jit
-def _first_state(
-    sinks,  # [N]; unused without HAS_SINKS
-    head,  # int32[R]: query heads
-    HAS_SINKS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """The largest score and the sum before any key."""
-    m_i = tl.full((ROWS,), float("-inf"), tl.float32)
-    l_i = tl.zeros((ROWS,), tl.float32)
-    if HAS_SINKS:
-        m_i = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        l_i += 1.0
-    return m_i, l_i
-
-
-@triton.jit
-def _result(l_i, acc):
-    """Attention's output; 0 for padding."""
-    return acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
 
 
 @triton.jit
@@ -171,16 +139,13 @@ def _attend(
         if first_token >= row_end:
             return
         length = tl.load(seq_lens + row, mask=row + 1 < num_starts, other=0)  # 0: padding
-        count = tl.minimum(row_end - first_token, TOKENS)
-        position = length - (row_end - first_token)  # of the first query in its context
+        count, position = context_of(first_token, row_end, length, TOKENS)
     end = position + count
-    oldest = 0
-    if WINDOW > 0:
-        oldest = tl.maximum(position - WINDOW + 1, 0)
+    oldest = oldest_key(position, WINDOW)
     dims = tl.arange(0, DIM_TILE)
-    inside = (token < count)[:, None] & (dims < HEAD_DIM)[None, :]
+    in_count = token < count
     head = kv_head * GROUP + pair % GROUP
-    in_tile = (token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dims[None, :]
+    in_tile = (token * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
     at_tile = first_token.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM)
     last_key = position + token
     k_head = k_pages + kv_head * HEAD_DIM
@@ -191,7 +156,7 @@ def _attend(
         start = split * SPLIT
         if (start >= end) | (start + SPLIT <= oldest):
             return
-        query = tl.load(q + at_tile + in_tile, mask=inside, other=0.0)
+        query = load_queries(q + at_tile, in_tile, in_count, HEAD_DIM, DIM_TILE, False)
         m_i, l_i, acc = _attend_split(  # type: ignore[misc]
             query, last_key, k_head, v_head, page_ids, start, oldest,
             tl.minimum(start + SPLIT, end),
@@ -199,13 +164,14 @@ def _attend(
         )  # fmt: skip
         at_split = (row * tl.num_programs(2) + split).to(tl.int64)
         at_acc = at_split * (NUM_KV_HEADS * GROUP * HEAD_DIM)
-        tl.store(out + at_acc + in_tile, acc, mask=inside)
+        inside = in_count[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(out + at_acc + (in_tile[:, None] + dims[None, :]), acc, mask=inside)
         at_m = m_l + at_split * (2 * NUM_KV_HEADS * GROUP) + head
-        tl.store(at_m, m_i, mask=token < count)
-        tl.store(at_m + NUM_KV_HEADS * GROUP, l_i, mask=token < count)
+        tl.store(at_m, m_i, mask=in_count)
+        tl.store(at_m + NUM_KV_HEADS * GROUP, l_i, mask=in_count)
     else:
-        query = tl.load(q + at_tile + in_tile, mask=inside, other=0.0)
-        m_i, l_i = _first_state(sinks, head, HAS_SINKS, ROWS)  # type: ignore[misc]
+        query = load_queries(q + at_tile, in_tile, in_count, HEAD_DIM, DIM_TILE, False)
+        m_i, l_i = first_state(sinks, head, HAS_SINKS, ROWS)  # type: ignore[misc]
         acc = tl.zeros((ROWS, DIM_TILE), tl.float32)
         for start in range(oldest // SPLIT * SPLIT, end, SPLIT):
             m_ij, l_ij, acc_ij = _attend_split(  # type: ignore[misc]
@@ -213,9 +179,8 @@ def _attend(
                 tl.minimum(start + SPLIT, end),
                 SCALE, CAP, WINDOW, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, ROWS, BLOCK,
             )  # fmt: skip
-            m_i, l_i, acc = _merged(m_i, l_i, acc, m_ij, l_ij, acc_ij)  # type: ignore[misc]
-        result = _result(l_i, acc)
-        tl.store(out + at_tile + in_tile, result.to(out.dtype.element_ty), mask=inside)
+            m_i, l_i, acc = with_state(m_i, l_i, acc, m_ij, l_ij, acc_ij)  # type: ignore[misc]
+        store_result(out + at_tile, in_tile, dims, in_count, l_i, acc, HEAD_DIM)
 
 
 @triton.jit
@@ -246,7 +211,7 @@ def _merge(
     if WINDOW > 0:
         oldest = tl.maximum(length - WINDOW, 0)
     safe = tl.where(is_head, head, 0)
-    m_i, l_i = _first_state(sinks, safe, HAS_SINKS, HEADS)  # type: ignore[misc]
+    m_i, l_i = first_state(sinks, safe, HAS_SINKS, HEADS)  # type: ignore[misc]
     acc = tl.zeros((HEADS, DIM_TILE), tl.float32)
     for split in range(oldest // SPLIT, tl.cdiv(length, SPLIT)):
         at_split = row.to(tl.int64) * num_splits + split
@@ -255,38 +220,22 @@ def _merge(
         l_ij = tl.load(at_m + NUM_HEADS, mask=is_head, other=0.0)
         at_acc = at_split * (NUM_HEADS * HEAD_DIM)
         acc_ij = tl.load(accs + at_acc + in_row, mask=inside, other=0.0)
-        m_i, l_i, acc = _merged(m_i, l_i, acc, m_ij, l_ij, acc_ij)  # type: ignore[misc]
-    result = tl.where(length > 0, _result(l_i, acc), 0.0)
+        m_i, l_i, acc = with_state(m_i, l_i, acc, m_ij, l_ij, acc_ij)  # type: ignore[misc]
+    result = tl.where(length > 0, result_of(l_i, acc), 0.0)
     at_out = row.to(tl.int64) * (NUM_HEADS * HEAD_DIM)
     tl.store(out + at_out + in_row, result.to(out.dtype.element_ty), mask=inside)
 
 
 def _sizes(q: jax.Array, args: Any) -> dict[str, Any]:
     """The parameters that both launches have."""
-    (_, n, h), (page_size, num_kv_heads) = q.shape, args.k_pages.shape[1:3]
-    tiles, group = fixed_launch.tiles_for(q.dtype.itemsize, h), n // num_kv_heads
-    return {
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-        "SCALE": args.scale * LOG2_E.value,
-        "CAP": (args.cap or 0.0) / args.scale,
-        "WINDOW": args.window or 0,
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": h,
-        "DIM_TILE": power_of_two(h),
-        "PAGE_SIZE": page_size,
-        "ROWS": tiles.rows,
-        "TOKENS": tiles.rows // group,
-        "BLOCK": tiles.block,
-        "SPLIT": fixed_launch.split_for(args.page_table.shape[1], page_size),
-    }
+    tiles = fixed_launch.tiles_for(q.dtype.itemsize, q.shape[2])
+    split = fixed_launch.split_for(args.page_table.shape[1], args.k_pages.shape[1])
+    return sizes_of(q, args, tiles) | {"SPLIT": split}
 
 
 def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    t, (num_seqs, table_width) = len(args.q), args.page_table.shape
-    sizes, num_starts = _sizes(args.q, args), num_seqs + 1
+    t, num_starts, sizes = len(args.q), len(args.query_start_loc), _sizes(args.q, args)
     out, _ = jt.triton_call(
         args.q,
         args.k_pages,
@@ -303,8 +252,6 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
         grid=(sizes["NUM_KV_HEADS"], t // sizes["TOKENS"] + num_starts),
         num_tokens=t,
         num_starts=num_starts,
-        table_width=table_width,
-        HAS_SINKS=args.sinks is not None,
         STARTS_TILE=max(STARTS_TILE, power_of_two(num_starts)),
         DECODES=False,
         **sizes,
@@ -317,9 +264,8 @@ def attend_rows(
     args: Any,  # the pages, the context and the settings of a ``DecodeArgs``
 ) -> jax.Array:  # [B, N, H]
     """Attention of one token of each row, whose keys and values are in the pages."""
-    (b, n, h), (_, table_width) = q.shape, args.page_table.shape
-    sizes = _sizes(q, args)
-    splits = -(-table_width * sizes["PAGE_SIZE"] // sizes["SPLIT"])
+    (b, n, h), sizes = q.shape, _sizes(q, args)
+    splits = -(-sizes["table_width"] * sizes["PAGE_SIZE"] // sizes["SPLIT"])
     sinks = args.seq_lens if args.sinks is None else args.sinks
     accs, m_l = jt.triton_call(
         q,
@@ -337,8 +283,6 @@ def attend_rows(
         grid=(sizes["NUM_KV_HEADS"], b, splits),
         num_tokens=b,
         num_starts=b + 1,
-        table_width=table_width,
-        HAS_SINKS=args.sinks is not None,
         STARTS_TILE=STARTS_TILE,
         DECODES=True,
         **sizes,
@@ -355,11 +299,7 @@ def attend_rows(
         num_warps=4,
         num_stages=1,
         num_splits=splits,
-        WINDOW=args.window or 0,
-        HAS_SINKS=args.sinks is not None,
         NUM_HEADS=n,
-        HEAD_DIM=h,
-        DIM_TILE=power_of_two(h),
-        SPLIT=sizes["SPLIT"],
         HEADS=heads,
+        **{x: sizes[x] for x in ("WINDOW", "HAS_SINKS", "HEAD_DIM", "DIM_TILE", "SPLIT")},
     )

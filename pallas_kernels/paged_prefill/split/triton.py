@@ -1,6 +1,6 @@
 """paged_prefill in Triton for few queries of long contexts: the keys of a tile in several splits.
 
-A tile is as in ``paged_prefill.triton``. The fewer tiles a row has and the more keys, the more
+A tile is as in ``paged_prefill.tile``. The fewer tiles a row has and the more keys, the more
 splits each of its tiles has, so that one sequence's last tokens fill the GPU. A row's splits do not
 depend on other rows. The CTAs of a kv head take pairs of a tile and a split round-robin, so the
 grid depends on shapes alone and no CTA starts in vain. A tile's last CTA to arrive merges the
@@ -9,55 +9,68 @@ states of its splits in order (Flash-Decoding: Dao et al., 2023).
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.lib.attention_triton import first_state
 from pallas_kernels.lib.numerics import power_of_two
-from pallas_kernels.lib.splits_triton import arrives_last, merged, store_state
+from pallas_kernels.lib.rows_triton import row_of_tile
+from pallas_kernels.lib.splits_triton import (
+    arrives_last,
+    entries_of_split,
+    item_of,
+    merged,
+    splits_of,
+    store_state,
+)
 from pallas_kernels.paged_prefill import launch
 from pallas_kernels.paged_prefill.ref import PrefillArgs
-from pallas_kernels.paged_prefill.triton import LOG2_E, attend_keys
-
-COLUMNS = tl.constexpr(32)  # of values that are merged at the same time ...
-UNROLL = tl.constexpr(6)  # ... from so many splits: more of both would spill registers
+from pallas_kernels.paged_prefill.tile import (
+    attend_keys,
+    context_of,
+    load_queries,
+    offsets_of,
+    oldest_key,
+    store_result,
+)
 
 
 @triton.jit
-def _splits_of(
-    tiles,  # of a row
-    length,  # of its context
+def _most_keys(
+    length,  # of a row's context
     WINDOW: tl.constexpr,
     TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CTAS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
 ):
-    """The splits of each tile of a row; a tile that sees fewer keys may use fewer."""
-    keys = tl.minimum(length, WINDOW + TOKENS - 1) if WINDOW > 0 else length
-    splits = tl.minimum(CTAS // tl.maximum(tiles, 1), SPLITS)
-    return tl.maximum(tl.minimum(splits, tl.cdiv(keys, MIN_KEYS)), 1)
+    """The largest number of keys that a tile of the row sees."""
+    return tl.minimum(length, WINDOW + TOKENS - 1) if WINDOW > 0 else length
 
 
 @triton.jit
 def _merge_tile(
-    out,  # [T, N, H]
+    out,  # of the tile
     accs,  # float32[splits, pairs, VALUE_TILE], of the tile
     m_l,  # float32[splits, 2, pairs]
     used,  # splits
     pair,  # int32[ROWS]
     in_count,  # mask of pairs
-    at_head,  # int32[ROWS, 1]: of each pair in out
+    in_tile,  # int32[ROWS]: see ``offsets_of``
     first_column,  # of the values that the CTA has
     pairs,
     HEAD_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    FIRST,  # the first column that is merged, and one past the last
+    LAST,
 ):
     """Merge a tile's splits, some columns after the other."""
-    for first in range(0, VALUE_TILE, COLUMNS):
+    for first in range(FIRST, LAST, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = in_count[:, None] & (column < VALUE_TILE)[None, :]
         result = merged(
@@ -65,7 +78,7 @@ def _merge_tile(
         )
         of_head = first_column + column
         inside = in_count[:, None] & (of_head < HEAD_DIM)[None, :]
-        to = out + at_head + of_head[None, :]
+        to = out + (in_tile[:, None] + of_head[None, :])
         tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -105,6 +118,9 @@ def _attend_splits(
     SPLITS: tl.constexpr,  # of a tile at most, a power of two
     CTAS: tl.constexpr,  # of a kv head and part, if each SM has one
     MIN_KEYS: tl.constexpr,  # of a split at least, if a context has as many
+    COLUMNS: tl.constexpr,  # of values that are merged at the same time ...
+    UNROLL: tl.constexpr,  # ... from so many splits
+    MERGES: tl.constexpr,  # False: ``_merge`` merges the states
 ):
     PARTS: tl.constexpr = DIM_TILE // VALUE_TILE  # CTAs of a tile, which divide the values' columns
     part = tl.program_id(0)
@@ -117,49 +133,36 @@ def _attend_splits(
     ends = tl.load(query_start_loc + rows + 1, mask=rows + 1 < num_starts, other=num_tokens)
     lengths = tl.load(seq_lens + rows, mask=rows + 1 < num_starts, other=0)
     tiles_of_rows = tl.cdiv(ends - starts, TOKENS)
-    items = tiles_of_rows * _splits_of(
-        tiles_of_rows, lengths, WINDOW, TOKENS, SPLITS, CTAS, MIN_KEYS
-    )
-    items_up_to = tl.cumsum(items, 0)
+    most = _most_keys(lengths, WINDOW, TOKENS)
+    items = tiles_of_rows * splits_of(tiles_of_rows, most, SPLITS, CTAS, MIN_KEYS)
 
     pair = tl.arange(0, ROWS)
     token = pair // GROUP
-    dims = tl.arange(0, DIM_TILE)
     for item in range(tl.program_id(1), tl.sum(items, 0), tl.num_programs(1)):
-        row = tl.sum((items_up_to <= item).to(tl.int32), 0)
-        index = item - tl.sum(tl.where(rows < row, items, 0), 0)  # among the row's
+        row, index = item_of(item, rows, items)
         row_start = tl.load(query_start_loc + row)
         is_row = row + 1 < num_starts  # False for padding
         row_end = tl.load(query_start_loc + row + 1, mask=is_row, other=num_tokens)
         length = tl.load(seq_lens + row, mask=is_row, other=0)
         tiles = tl.cdiv(row_end - row_start, TOKENS)
-        splits = _splits_of(tiles, length, WINDOW, TOKENS, SPLITS, CTAS, MIN_KEYS)
+        splits = splits_of(tiles, _most_keys(length, WINDOW, TOKENS), SPLITS, CTAS, MIN_KEYS)
         split = index // tiles
         first_token = row_start + index % tiles * TOKENS
-        count = tl.minimum(row_end - first_token, TOKENS)
-        position = length - (row_end - first_token)  # of the first query in its context
+        count, position = context_of(first_token, row_end, length, TOKENS)
         end = position + count
-        start = 0
-        if WINDOW > 0:
-            start = tl.maximum(position - WINDOW + 1, 0)
+        start = oldest_key(position, WINDOW)
         keys = tl.maximum(end - start, 0)
-        per_split = tl.cdiv(tl.cdiv(keys, splits), BLOCK) * BLOCK
-        used = tl.maximum(tl.cdiv(keys, tl.maximum(per_split, 1)), 1)
+        per_split, used = entries_of_split(keys, splits, BLOCK)
         if split < used:
             lower = start + split * per_split
             upper = tl.minimum(lower + per_split, end)
             in_count = token < count
-            head = (first_token + token) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + pair % GROUP
-            at_head = (head * HEAD_DIM)[:, None]
-            readable = in_count[:, None] & (dims < HEAD_DIM)[None, :]
-            query = tl.load(q + at_head + dims[None, :], mask=readable, other=0.0)
-            if SCALED and q.dtype.element_ty == tl.bfloat16:
-                query = query.to(tl.float16)  # see paged_prefill.triton
-            m_i = tl.full((ROWS,), float("-inf"), tl.float32)
-            l_i = tl.zeros((ROWS,), tl.float32)
+            at_tile, in_tile = offsets_of(first_token, kv_head, pair, NUM_KV_HEADS, GROUP, HEAD_DIM)
+            query = load_queries(q + at_tile, in_tile, in_count, HEAD_DIM, DIM_TILE, SCALED)
+            head = kv_head * GROUP + pair % GROUP
+            m_i, l_i = first_state(sinks, head, False, ROWS)
             if HAS_SINKS and split == used - 1:
-                m_i = tl.load(sinks + kv_head * GROUP + pair % GROUP).to(tl.float32) * LOG2_E
-                l_i = tl.full((ROWS,), 1.0, tl.float32)
+                m_i, l_i = first_state(sinks, head, True, ROWS)
             m_i, l_i, acc = attend_keys(
                 query, position, token, m_i, l_i, k_pages + kv_head * HEAD_DIM,
                 v_pages + kv_head * HEAD_DIM, k_scales + kv_head, v_scales + kv_head, columns,
@@ -168,10 +171,7 @@ def _attend_splits(
                 BLOCK, True,
             )  # fmt: skip
             if used == 1:
-                result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # padding has l_i = 0
-                inside = in_count[:, None] & (columns < HEAD_DIM)[None, :]
-                to = out + at_head + columns[None, :]
-                tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+                store_result(out + at_tile, in_tile, columns, in_count, l_i, acc, HEAD_DIM)
             else:
                 # The states of a tile are adjacent, without those of tokens that it lacks.
                 pairs = count * GROUP
@@ -184,11 +184,68 @@ def _attend_splits(
                     own_accs, own_m_l, split, pair, column, in_count, inside, m_i, l_i, acc, pairs,
                     VALUE_TILE,
                 )  # fmt: skip
-                if arrives_last(arrivals + first_token * (NUM_KV_HEADS * PARTS) + part, used):
+                if MERGES and arrives_last(
+                    arrivals + first_token * (NUM_KV_HEADS * PARTS) + part, used
+                ):
                     _merge_tile(
-                        out, own_accs, own_m_l, used, pair, in_count, at_head,
-                        part % PARTS * VALUE_TILE, pairs, HEAD_DIM, VALUE_TILE, SPLITS,
+                        out + at_tile, own_accs, own_m_l, used, pair, in_count, in_tile,
+                        part % PARTS * VALUE_TILE, pairs, HEAD_DIM, VALUE_TILE, SPLITS, COLUMNS,
+                        UNROLL, 0, VALUE_TILE,
                     )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    accs,  # float32[T, K * PARTS, SPLITS, G * VALUE_TILE]: of ``_attend_splits``
+    m_l,  # float32[T, K * PARTS, SPLITS, 2 * G]
+    seq_lens,  # int32[R]
+    query_start_loc,  # int32[R + 1]
+    out,  # [T, N, H]: of ``_attend_splits``, updated in place
+    num_tokens,
+    num_starts,
+    WINDOW: tl.constexpr,
+    STARTS_TILE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CTAS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Merge some columns of a tile's splits, in a launch of its own."""
+    PARTS: tl.constexpr = DIM_TILE // VALUE_TILE
+    part = tl.program_id(0)
+    row, row_start, row_end, first_token = row_of_tile(  # type: ignore[misc]
+        tl.program_id(1), query_start_loc, num_tokens, num_starts, STARTS_TILE, TOKENS
+    )
+    if first_token >= row_end:
+        return
+    length = tl.load(seq_lens + row, mask=row + 1 < num_starts, other=0)
+    tiles = tl.cdiv(row_end - row_start, TOKENS)
+    splits = splits_of(tiles, _most_keys(length, WINDOW, TOKENS), SPLITS, CTAS, MIN_KEYS)
+    count, position = context_of(first_token, row_end, length, TOKENS)
+    keys = tl.maximum(position + count - oldest_key(position, WINDOW), 0)
+    _, used = entries_of_split(keys, splits, BLOCK)
+    if used == 1:
+        return
+    pair = tl.arange(0, ROWS)
+    kv_head = part // PARTS
+    at_tile, in_tile = offsets_of(first_token, kv_head, pair, NUM_KV_HEADS, GROUP, HEAD_DIM)
+    at_states = first_token.to(tl.int64) * (NUM_KV_HEADS * PARTS) + part * count
+    first = tl.program_id(2) * COLUMNS
+    _merge_tile(
+        out + at_tile, accs + at_states * (SPLITS * GROUP * VALUE_TILE),
+        m_l + at_states * (SPLITS * 2 * GROUP), used, pair, pair // GROUP < count, in_tile,
+        part % PARTS * VALUE_TILE, count * GROUP, HEAD_DIM, VALUE_TILE, SPLITS, COLUMNS, UNROLL,
+        first, first + COLUMNS,
+    )  # fmt: skip
 
 
 def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
@@ -198,20 +255,24 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
 
 def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """``paged_prefill`` with a given configuration."""
-    (t, n, h), (page_size, num_kv_heads) = args.q.shape, args.k_pages.shape[1:3]
-    num_seqs, table_width = args.page_table.shape
-    num_starts = num_seqs + 1
-    group = n // num_kv_heads
-    tile, splits = config.tile, config.splits
-    tokens = tile.rows // group
-    dim_tile = power_of_two(h)
-    value_tile = min(tile.value_columns or dim_tile, dim_tile)
-    parts = num_kv_heads * (dim_tile // value_tile)
+    (t, _, h), num_starts = args.q.shape, args.query_start_loc.shape[0]
+    sizes, value_tile = launch.sizes_of(args.q, args, config.tile), config.tile.value_tile(h)
+    parts = sizes["NUM_KV_HEADS"] * (sizes["DIM_TILE"] // value_tile)
     arrivals = args.arrivals
     if arrivals is None:
         arrivals = jax.new_ref(jnp.zeros(t * parts, jnp.int32))
-    states = (t, parts, splits)
-    out, _, _ = jt.triton_call(
+    states, group = (t, parts, config.splits), sizes["GROUP"]
+    of_splits: dict[str, Any] = {
+        "STARTS_TILE": max(launch.FEW_STARTS_TILE, power_of_two(num_starts)),
+        "VALUE_TILE": value_tile,
+        "SPLITS": config.splits,
+        "CTAS": config.ctas,
+        "MIN_KEYS": launch.MIN_KEYS,
+        "COLUMNS": config.columns,
+        "UNROLL": config.unroll,
+    }
+    items = config.splits * (t // sizes["TOKENS"] + num_starts)
+    out, accs, m_l = jt.triton_call(
         args.q,
         args.k_pages,
         args.v_pages,
@@ -228,29 +289,32 @@ def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # 
             jax.ShapeDtypeStruct((*states, group * value_tile), jnp.float32),
             jax.ShapeDtypeStruct((*states, 2 * group), jnp.float32),
         ),
-        grid=(parts, min(launch.RESIDENT * config.ctas, splits * (t // tokens + num_starts))),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        SCALE=args.scale * LOG2_E.value,
-        CAP=(args.cap or 0.0) / args.scale,
-        WINDOW=args.window or 0,
-        HAS_SINKS=args.sinks is not None,
-        SCALED=args.k_scales is not None,
+        grid=(parts, min(config.resident * config.ctas, items)),
         num_tokens=t,
         num_starts=num_starts,
-        table_width=table_width,
-        STARTS_TILE=max(launch.FEW_STARTS_TILE, power_of_two(num_starts)),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=h,
-        DIM_TILE=dim_tile,
-        VALUE_TILE=value_tile,
-        PAGE_SIZE=page_size,
-        ROWS=tile.rows,
-        TOKENS=tokens,
-        BLOCK=tile.block,
-        SPLITS=splits,
-        CTAS=config.ctas,
-        MIN_KEYS=launch.MIN_KEYS,
+        SCALED=args.k_scales is not None,
+        MERGES=config.merges,
+        **of_splits,
+        **sizes,
     )
-    return out
+    if config.merges:
+        return out
+    names = ("WINDOW", "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "DIM_TILE", "ROWS", "TOKENS", "BLOCK")
+    result = jax.new_ref(out)  # jax-triton updates a Ref in place
+    jt.triton_call(
+        accs,
+        m_l,
+        args.seq_lens,
+        args.query_start_loc,
+        result,
+        kernel=_merge,
+        out_type=(),
+        grid=(parts, t // sizes["TOKENS"] + num_starts, -(-value_tile // config.columns)),
+        num_warps=4,
+        num_stages=1,
+        num_tokens=t,
+        num_starts=num_starts,
+        **of_splits,
+        **{name: sizes[name] for name in names},
+    )
+    return jax.freeze(result)

@@ -1,0 +1,1 @@
+"""The entries before a step in several splits, for few queries of long contexts."""
