@@ -238,3 +238,31 @@ def test_marks_that_the_vocabulary_lacks_open_no_thoughts(parser: str, has_marks
     assert (thinking and (thinking.begin, thinking.end)) == (
         ((261,), (262,)) if has_marks else None
     )
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ("", (True, False)),
+        ("<|channel>thought\n", (True, True)),
+        ("<|channel>thought\n<channel|>", None),
+    ],
+)
+def test_gemma_4_may_think_again_after_the_results_of_its_calls(
+    end: str, state: tuple[bool, bool] | None
+) -> None:
+    """They are in the same turn, behind thoughts that have ended."""
+    tokenizer = load_tokenizer(tiny_tokenizer_spec())
+    found = answer_format("", tool_call_parser="gemma4", reasoning_parser="gemma4")
+    assert found is not None
+    prompt = (
+        "<|turn>model\n<|channel>thought\nhm\n<channel|><|tool_call>call:f{n:7}<tool_call|>"
+        f"<|tool_response>response:f{{a:1}}<tool_response|>{end}"
+    )
+    for sampling in (
+        SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)),
+        SamplingParams(stop="9"),
+    ):
+        reading = AnswerReading(found, prompt)
+        thinking = reading.constrained(sampling, ToolChoice(), None, tokenizer).thinking
+        assert (thinking and (bool(thinking.begin), thinking.is_open)) == state

@@ -202,6 +202,7 @@ class AnswerReading:
         if answer and parser.in_content:
             return None  # the prompt has begun the content
         begun, knows_start = found.template.begun_answer(self.prompt)
+        begun = found.template.after_results(begun)  # after which the model may think again
         is_over = not is_open and (
             found.think_end in begun if knows_start else begun.rstrip().endswith(found.think_end)
         )
