@@ -39,7 +39,7 @@ from jaxinfer.bench.workload import Query, fingerprint
 from jaxinfer.core.errors import BenchError
 
 if TYPE_CHECKING:
-    from jaxinfer import LLM
+    from jaxinfer import LLM, AsyncLLM
 
 type ReadSettings = Callable[[list[str]], dict[str, Any]]  # the engine's flags, as its settings
 
@@ -244,7 +244,7 @@ def named(settings: Mapping[str, Any]) -> dict[str, str]:
     return {f"engine_{name}": str(value) for name, value in sorted(settings.items())}
 
 
-def device_of(llm: LLM) -> dict[str, Any]:
+def device_of(llm: LLM | AsyncLLM) -> dict[str, Any]:
     import jax
 
     devices = {device for leaf in jax.tree.leaves(llm.model.params) for device in leaf.devices()}

@@ -81,12 +81,26 @@ def _capacity(result: Mapping[str, Any]) -> list[str]:
 
 
 def _tiers(result: Mapping[str, Any]) -> list[str]:
-    rows = [[number(one) for one in row.values()] for row in result.get("tiers", ())]
+    rows = result.get("tiers", ())
     if not rows:
         return []
-    heads = ["tokens", "computed, ms", "on the device, ms", "in host memory, ms"]
-    heads += ["computed / device", "computed / host"]
-    return ["## First tokens", "", *table(heads, rows)]
+    heads = {
+        "length": "tokens",
+        "cold": "computed, ms",
+        "device": "on the device, ms",
+        "device_p99": "its p99, ms",
+        "host": "in host memory, ms",
+        "cold_over_device": "computed / device",
+        "cold_over_host": "computed / host",
+        "restored_prompts": "restored",
+        "restored_gb_per_s": "restored, GB/s",
+        "link_gb_per_s": "link, GB/s",
+        "others_tpot_ms": "TPOT of others, ms",
+        "others_alone_tpot_ms": "alone, ms",
+    }
+    names = [name for name in heads if any(name in row for row in rows)]
+    shown = [[number(row.get(name)) for name in names] for row in rows]
+    return ["## First tokens", "", *table([heads[name] for name in names], shown)]
 
 
 def _figures(run: Run, result: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,10 @@ from jaxinfer.bench.records import COMPLETE, MISSING, Record, Run, Series
 
 OURS = "jaxinfer"
 TIERS = ("cold", "device", "host")  # where the pages of a prompt are: see ``offload``
+TIER_FACTS = (
+    *("restored_gb_per_s", "link_gb_per_s", "restored_prompts"),
+    *("others_tpot_ms", "others_alone_tpot_ms"),
+)
 
 type Figures = Mapping[str, Mapping[str, float]]  # by series
 type Records = Mapping[str, Sequence[Record]]  # by series
@@ -41,7 +45,8 @@ def results_of(run: Run, records: Records, profiled: Profiled | None = None) -> 
             for rate in rates_of(run)
         }
     if run.command == "offload":
-        result["tiers"] = tiers_of(figures)
+        facts = {one.name: one.facts for one in run.series}
+        result["tiers"] = tiers_of(figures, facts)
     if run.limits:
         result["capacity"] = capacity_of(run, figures)
     if run.gates:
@@ -155,9 +160,10 @@ def count_difference(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
     return ""
 
 
-def tiers_of(figures: Figures) -> list[dict[str, Any]]:
-    """A row for each length of ``offload``: medians in ms, and the ratios of a computed prompt's to
-    the others.
+def tiers_of(figures: Figures, facts: Figures) -> list[dict[str, Any]]:
+    """A row for each length of ``offload``: medians in ms, the ratios of a computed prompt's to the
+    others, what a hit on the device takes at most in 99 of 100 cases, and those of ``TIER_FACTS``
+    that were measured while prompts were restored.
     """
     lengths = dict.fromkeys(name.rpartition("-")[2] for name in figures)
     rows: list[dict[str, Any]] = []
@@ -167,7 +173,11 @@ def tiers_of(figures: Figures) -> list[dict[str, Any]]:
             continue
         times = {kind: figures[name]["median_ttft_ms"] for kind, name in names.items()}
         over = {f"cold_over_{kind}": times["cold"] / times[kind] for kind in TIERS[1:]}
-        rows.append({"length": int(length), **times, **over})
+        row = {"length": int(length), **times, **over}
+        if (p99 := figures[names["device"]].get("p99_ttft_ms")) is not None:
+            row["device_p99"] = p99
+        own = facts[names["host"]]
+        rows.append(row | {name: own[name] for name in TIER_FACTS if name in own})
     return rows
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jaxinfer.core.request import FinishReason, Request
-from jaxinfer.core.tiers import Loaded, TierChanged
+from jaxinfer.core.tiers import Loaded, Saved, TierChanged
 
 if TYPE_CHECKING:  # core.config imports Bucket; commands read settings without numpy
     import numpy as np
@@ -305,9 +305,8 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
     """This call of the scheduler plans no step, since the device is needed for something else."""
 
 
-type Event = (
-    Arrive | Abort | StepDone | StepFailed | BucketsLoaded | Reset | Hold | TierChanged | Loaded
-)
+type OfTiers = TierChanged | Saved | Loaded
+type Event = Arrive | Abort | StepDone | StepFailed | BucketsLoaded | Reset | Hold | OfTiers
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

@@ -155,10 +155,9 @@ def _restoring(
     placed = _placed(draft, seq, found.hit, pages)
     ids = [own.ids[: len(known)] for own, known in zip(pages, found.hit.ids, strict=True)]
     own = restoring_of(placed.epoch, found, reusable, ids, draft)
-    computed = hit.num_pages if found.start > hit.num_pages else end
     return msgspec.structs.replace(
         placed,
-        num_computed_tokens=computed * limits.page_size,
+        num_computed_tokens=end * limits.page_size,
         num_registered_pages=hit.num_pages,
         restoring=own,
         reads=reads,

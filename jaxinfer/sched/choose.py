@@ -21,7 +21,6 @@ from jaxinfer.sched.admit import admit, all_fit, chunk_tokens, with_page_hashes
 from jaxinfer.sched.pages import extend_pages, have, num_missing_pages, release_passed
 from jaxinfer.sched.sequence import Sequence
 from jaxinfer.sched.state import Draft
-from jaxinfer.sched.tiers import restored
 
 NO_BUCKET = Bucket(0)
 
@@ -285,9 +284,7 @@ def _new_prefills(draft: Draft, budget: Budget) -> tuple[list[ScheduledSeq], lis
 
 def _chunk_end(seq: Sequence, max_chunk: int, limits: Limits) -> int:
     """The end of the next chunk of up to ``max_chunk`` tokens."""
-    own = seq.restoring
-    end = seq.num_prefill_tokens if own is None else own.start
-    num_left = end - seq.num_computed_tokens
+    num_left = seq.num_prefill_tokens - seq.num_computed_tokens
     return seq.num_computed_tokens + chunk_tokens(num_left, max_chunk, limits)
 
 
@@ -332,8 +329,7 @@ def _prefill_row(draft: Draft, seq: Sequence, max_chunk: int) -> tuple[Scheduled
         is_new=False,
         reads=None,
     )
-    own = seq.restoring
-    return row, seq if own is None or not own.is_loaded else restored(seq, own)
+    return row, seq
 
 
 def _with_saves(

@@ -22,27 +22,49 @@ class Moves:
 
     ``evicted``: pages that are saved before a step or a load writes to them, the first one first.
     A prompt takes all of its pages when it is admitted, so this may be long before. ``held``: loads
-    of earlier calls that wait until the pages to which they write are saved.
+    of earlier calls that wait until the pages to which they write are saved. ``saving``: keys of
+    the saves in flight, of each call that ordered some, the oldest first.
     """
 
     def __init__(
-        self, keys: Map[bytes, None], evicted: tuple[Evicted, ...], held: tuple[Load, ...]
+        self,
+        keys: Map[bytes, None],
+        evicted: tuple[Evicted, ...],
+        held: tuple[Load, ...],
+        saving: tuple[tuple[bytes, ...], ...],
     ) -> None:
         self.keys: Map[bytes, None] = keys
-        self.evicted, self.held = evicted, held
+        self.evicted, self.held, self.saving = evicted, held, saving
+        self._in_flight: set[bytes] | None = None  # memo of the keys in ``saving``
         self.saves: list[TierUnit] = []
         self.offloads: dict[bytes, TierUnit] = {}  # saves of preempted sequences, by key
         self.loads: list[Load] = []
         self.dropped: list[int] = []
 
-    def save(self, units: Iterable[TierUnit]) -> None:
-        """Save these units, but those that a tier has."""
-        known = self.keys, self.offloads
-        self.saves += [unit for unit in units if not any([unit.key in one for one in known])]
+    def save(self, units: Iterable[TierUnit]) -> list[TierUnit]:
+        """Save these units, but those that a tier ``knows``; returns those that are saved."""
+        added = [unit for unit in units if not self.knows(unit.key)]
+        self.saves += added
+        return added
 
     def offload(self, units: Iterable[TierUnit]) -> None:
         """Save these units of a preempted sequence, but those that a tier has, however many."""
-        self.offloads.update((unit.key, unit) for unit in units if unit.key not in self.keys)
+        self.offloads.update((unit.key, unit) for unit in units if not self.knows(unit.key))
+
+    def knows(self, key: bytes) -> bool:
+        """True if a tier has this unit, or a save of it is in flight."""
+        if self._in_flight is None:
+            self._in_flight = {key for keys in self.saving for key in keys}
+        return key in self.keys or key in self._in_flight or key in self.offloads
+
+    def end_saves(self, count: int) -> None:
+        """The saves of so many calls have ended."""
+        self.saving, self._in_flight = self.saving[count:], None
+
+    def begin_saves(self) -> None:
+        """The saves of this call, if there are any, are in flight from now on."""
+        if units := (*self.offloads.values(), *self.saves):
+            self.saving = (*self.saving, tuple([unit.key for unit in units]))
 
     def save_snapshot(self, page_hash: bytes, row: int) -> None:
         """Save the state in a row."""
@@ -63,8 +85,8 @@ class Moves:
         self.saves.clear()
         self.offloads.clear()
         self.loads.clear()
-        if not keeps_keys:
-            self.keys = Map()
+        if not keeps_keys:  # the tiers are cleared, and report no save that was in flight
+            self.keys, self.saving, self._in_flight = Map(), (), None
 
     @property
     def orders(self) -> TierOrders:

@@ -67,6 +67,10 @@ class PagePool(msgspec.Struct, frozen=True):
         """Pages that ``take`` can return: fresh and cached ones."""
         return self.num_fresh + self.num_cached
 
+    def offers(self, least: int) -> bool:
+        """True if there are pages to offer: see ``PageWriter.offer``."""
+        return self.num_cached > self.num_offered and self.num_fresh + self.num_offered < least
+
 
 def new_pool(num_pages: int) -> PagePool:
     """A pool in which all pages but the padding page are fresh."""
@@ -99,7 +103,7 @@ class PageWriter:
 
     def __init__(self, pool: PagePool, num_live: list[int], *, has_tiers: bool = False) -> None:
         self.index_changes: list[IndexChange] = []  # in order
-        self.unsaved: list[TierUnit] = []  # with tiers: pages evicted before they were offered
+        self.evicted: list[TierUnit] = []  # with tiers, in order
         self._has_tiers = has_tiers
         self._pool = pool
         self._fresh = pool.fresh
@@ -218,6 +222,20 @@ class PageWriter:
         self._offered_head = position
         return found
 
+    def next_unsaved(self, count: int) -> tuple[list[int], list[bytes]]:
+        """Of the pages that ``take(count)`` returns the fresh ones, and the keys of those that it
+        evicts before they were offered.
+        """
+        fresh: list[int] = self._fresh.array()[self._fresh_head :][:count].tolist()
+        log, position = self._cached.array(), max(self._offered_head, self._cached_head)
+        keys: list[bytes] = []
+        while len(keys) < count - len(fresh) - self._num_offered and position < len(log):
+            page = int(log[position])
+            if self._stamps[page] == position:
+                keys.append(self._hash_by_page[page])
+            position += 1
+        return fresh, keys
+
     def finish(self) -> PagePool:
         """The next value; the writer must not be used afterwards."""
         return PagePool(
@@ -248,8 +266,8 @@ class PageWriter:
                 pages.append(page)
                 if position < self._offered_head:
                     self._num_offered -= 1
-                elif self._has_tiers:
-                    self.unsaved.append(TierUnit(page_hash, page))
+                if self._has_tiers:
+                    self.evicted.append(TierUnit(page_hash, page))
             position += 1
         self._cached_head = position
         self._offered_head = max(self._offered_head, position)

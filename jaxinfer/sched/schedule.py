@@ -45,12 +45,13 @@ from jaxinfer.core.step import (
     StepDone,
     StepFailed,
 )
-from jaxinfer.core.tiers import NO_ORDERS, Loaded, TierChanged
+from jaxinfer.core.tiers import NO_ORDERS, Loaded, Saved, TierChanged
 from jaxinfer.sched.admit import arrive
 from jaxinfer.sched.choose import choose_step
 from jaxinfer.sched.commit import commit_step, fail_step
+from jaxinfer.sched.saves import save_units
 from jaxinfer.sched.state import Draft, ScheduleOutput, SchedulerState, initial_state
-from jaxinfer.sched.tiers import commit_load, save_units
+from jaxinfer.sched.tiers import commit_load
 
 __all__ = ["ScheduleOutput", "SchedulerState", "initial_state", "schedule"]
 
@@ -80,6 +81,8 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
                 draft.reset(keeps_tiers=event.keeps_tiers)
             case TierChanged():
                 draft.moves.change(event.added, event.removed)
+            case Saved():
+                draft.moves.end_saves(event.count)
             case Loaded():
                 commit_load(draft, event)
             case Hold():

@@ -16,18 +16,13 @@ NO_SLOT = -1
 
 
 class Restoring(msgspec.Struct, frozen=True, gc=False):
-    """The part of a prefix that a tier loads for a sequence: tokens from ``start`` to ``end``.
-
-    Until it is loaded the sequence computes up to ``start``, if it has computed less.
-    """
+    """The part of a prefix that a tier loads for a sequence: tokens from ``known`` to ``end``."""
 
     ticket: int
-    known: int  # tokens that the device had
-    start: int
+    known: int  # tokens that the device has
     end: int
     units: tuple[TierUnit, ...]
     row: int | None = None  # of the snapshots, for a state that is loaded; owned by the sequence
-    is_loaded: bool = False  # and restored; the sequence still computes the tokens before it
 
 
 class Sequence(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +56,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     # the last of them, or a border that it decodes up to, while the step that saves it is in flight
     saving: int | None = None
     tail: bytes | None = None  # the page hash of the newest snapshot that was saved while decoding
-    restoring: Restoring | None = None
+    restoring: Restoring | None = None  # while a load is in flight
     may_restore: bool = True  # False once a load for it has failed
     was_offloaded: bool = False  # True once it was preempted and its units were saved
     is_new: bool = False  # True while its slot is to be written by the step of its first row
@@ -86,8 +81,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_waiting_for_load(self) -> bool:
         """True if it gets no row before a load ends."""
-        own = self.restoring
-        return own is not None and self.num_computed_tokens >= own.start
+        return self.restoring is not None
 
     @property
     def admission(self) -> SlotAdmission:

@@ -107,6 +107,11 @@ class SnapshotPool(msgspec.Struct, frozen=True):
             found.append((key, by_hash[key].row))
         return found, replace(self, by_hash=by_hash.finish())
 
+    def offers(self, least: int) -> bool:
+        """True if there are rows to offer."""
+        num_new = sum(not known.is_offered for known in self.by_hash.values())
+        return num_new > 0 and len(self.free) + len(self.by_hash) - num_new < least
+
     def forget(self, page_hash: bytes) -> SnapshotPool:
         """Free the row of this hash, if one has it."""
         if page_hash not in self.by_hash:

@@ -49,6 +49,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     num_restored_tokens: int = 0  # since the start, at the first admission of each request
     evicted: tuple[Evicted, ...] = ()  # see ``Moves``
     held_loads: tuple[Load, ...] = ()
+    saving: tuple[tuple[bytes, ...], ...] = ()
 
     @property
     def num_unfinished(self) -> int:
@@ -157,7 +158,7 @@ class Draft:
         self.free_slots = list(state.free_slots)
         self.num_live_pages = list(state.num_live_pages)
         self.tiers = state.tiers
-        self.moves = Moves(state.tier_keys, state.evicted, state.held_loads)
+        self.moves = Moves(state.tier_keys, state.evicted, state.held_loads, state.saving)
         self.num_restored_tokens = state.num_restored_tokens
         self._open_pools(state.pools)
         self.has_windows = any([group.window is not None for group in self.limits.groups])
@@ -196,6 +197,7 @@ class Draft:
             self.num_restored_tokens,
             self.moves.evicted,
             self.moves.held,
+            self.moves.saving,
         )
 
     def add_buckets(self, loaded: Iterable[Bucket]) -> None:
@@ -355,7 +357,7 @@ class Draft:
         row, self.snapshots = before.take(self._may_use, self.restored)
         if self.tiers is not None and len(self.snapshots.by_hash) < len(before.by_hash):
             for page_hash, old in before.by_hash.items():
-                if old.row == row and not old.is_offered:
+                if old.row == row:
                     self.moves.save_snapshot(page_hash, old.row)
         return row
 
@@ -374,8 +376,7 @@ class Draft:
     def _free_resources(self, seq: Sequence) -> None:
         del self.running[seq.request_id]
         if (own := seq.restoring) is not None:
-            if not own.is_loaded:
-                self.moves.dropped.append(own.ticket)
+            self.moves.dropped.append(own.ticket)
             if own.row is not None:
                 self.snapshots = self.snapshots.release((own.row,))
         self.free_slots.append(seq.slot)

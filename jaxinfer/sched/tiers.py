@@ -1,16 +1,13 @@
-"""Prefixes in tiers: whether a request restores one, what it loads, and what pages are saved.
+"""Prefixes in tiers: whether a request restores one, and what it loads.
 
 A request whose prefix goes on in a tier may be admitted as if the device had it: it takes a slot
 and all its pages, and gets no row before the tier has loaded the missing ones (``Loaded``), which
 are written to its pages before the next step. Others are admitted and decode in the meantime. If a
-load fails, the request returns to the queue and is computed. Where device and copies run at the
-same time, it may compute the first of these tokens itself while the others are loaded.
+load fails, the request returns to the queue and is computed.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -20,26 +17,25 @@ from msgspec.structs import replace
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request
-from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import StepPlan
 from jaxinfer.core.tiers import (
     SNAPSHOTS,
     Load,
     Loaded,
-    TierPolicy,
     TierUnit,
     group_of,
     key_in,
 )
-from jaxinfer.sched.moves import Evicted
 from jaxinfer.sched.pages import PageWriter
 from jaxinfer.sched.prefix import PrefixHit, following_page_hashes, group_keys, longest_hit
+from jaxinfer.sched.saves import unsaved_bytes
 from jaxinfer.sched.sequence import Restoring, Sequence
 from jaxinfer.sched.snapshots import SnapshotPool
 from jaxinfer.sched.state import Draft
 
 IN_TIER = -1  # in place of a page's id
-SPLIT_GAIN = 0.9  # a request computes its first tokens if this takes less than 0.9 of the time
+NUM_LOOKS = (
+    2  # at a load, between steps of others: its units are copied, and then are on the device
+)
 
 
 class TieredPages(NamedTuple):
@@ -78,11 +74,10 @@ class TieredSnapshots(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """A prefix that goes on in tiers: to be restored from page ``start`` on."""
+    """A prefix that goes on in tiers."""
 
     hit: PrefixHit  # its ids have ``IN_TIER`` for pages that are to be loaded
-    known: int  # pages that the device has
-    start: int
+    known: int  # pages of ``page_size`` tokens that the device has
     state_key: bytes | None = None  # of the snapshot that is to be loaded
 
 
@@ -107,12 +102,16 @@ def continued_in_tiers(
     num_bytes = 0 if state_key is None else policy.state_bytes
     for group, ids in enumerate(far.ids):
         num_bytes += ids.count(IN_TIER) * policy.unit_bytes[group]
-    start: int | None = hit.num_pages
     if not (policy.offloads and seq.was_offloaded):
-        start = _start(policy, limits, hit.num_pages, far.num_pages, num_bytes)
-    if start is None:
-        return None
-    return Continued(_from(far, hit, start, limits), hit.num_pages, start, state_key)
+        counts = [ids.count(IN_TIER) for ids in far.ids]
+        others = any(not seq.is_prefilling for seq in draft.running.values())
+        seconds = policy.cost.restoring(
+            num_bytes, unsaved_bytes(draft, policy, counts), NUM_LOOKS if others else 0
+        )
+        num_tokens = (far.num_pages - hit.num_pages) * limits.page_size
+        if not policy.cost.restores(seconds, num_tokens, limits.max_num_batched_tokens):
+            return None
+    return Continued(far, hit.num_pages, state_key)
 
 
 def keys_of(request: Request, limits: Limits) -> list[bytes]:
@@ -145,17 +144,11 @@ def restoring_of(
     for group, (known, own) in enumerate(zip(found.hit.ids, ids, strict=True)):
         first = limits.first_page(end * limits.page_size, limits.groups[group])
         keys = group_keys(page_hashes[:end], first, group, limits)
-        start = found.start // limits.groups[group].tokens_per_entry - first
-        triples = enumerate(zip(keys, known, own, strict=True))
-        units += [
-            TierUnit(key, page)
-            for i, (key, page_id, page) in triples
-            if page_id == IN_TIER and i >= start
-        ]
+        triples = zip(keys, known, own, strict=True)
+        units += [TierUnit(key, page) for key, page_id, page in triples if page_id == IN_TIER]
     draft.moves.loads.append(Load(ticket, tuple(units)))
     size = limits.page_size
-    start = found.start * size
-    return Restoring(ticket, found.known * size, start, end * size, tuple(units), row)
+    return Restoring(ticket, found.known * size, end * size, tuple(units), row)
 
 
 def commit_load(draft: Draft, event: Loaded) -> None:
@@ -183,118 +176,8 @@ def commit_load(draft: Draft, event: Loaded) -> None:
         draft.restored.add(reads)
     num_cached = seq.num_cached_tokens
     if num_cached is None:
-        num_cached = own.known + own.end - own.start
-        draft.num_restored_tokens += own.end - own.start
-    seq = replace(seq, reads=reads, num_cached_tokens=num_cached)
-    draft.running[seq.request_id] = restored(seq, replace(own, row=None, is_loaded=True))
-
-
-def restored(seq: Sequence, own: Restoring) -> Sequence:
-    """``seq`` at the end of what was loaded, or with ``own`` while tokens before it are missing."""
-    if seq.num_computed_tokens < own.start:
-        return replace(seq, restoring=own)
-    end = max(seq.num_computed_tokens, own.end)
-    return replace(seq, restoring=None, num_computed_tokens=end)
-
-
-def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
-    """Save what this call's step overwrites; and, within the policy's bytes, what loads overwrite,
-    which are held until then, other pages that were evicted, and those and snapshots that are
-    evicted next, below the watermark.
-    """
-    moves, limits = draft.moves, draft.limits
-    page_bytes = {group.pool: policy.unit_bytes[i] for i, group in enumerate(limits.groups)}
-
-    def most(num_bytes: int) -> int:
-        """The units of this size that may still be saved."""
-        left = policy.most_save_bytes - policy.num_bytes(unit.key for unit in moves.saves)
-        return max(0, left) // max(1, num_bytes)
-
-    added = [Evicted(i, unit) for i, pool in enumerate(draft.pools) for unit in pool.unsaved]
-    evicted = {(i, unit.place): unit for i, unit in (*moves.evicted, *added)}  # as it was evicted
-
-    def save(places: Iterable[tuple[int, int]]) -> None:
-        """Save those of these pages that were evicted."""
-        found = (evicted.pop(place, None) for place in places)
-        moves.save(unit for unit in found if unit is not None)
-
-    if evicted:
-        save(_written(draft, step))
-    loads, moves.loads, moves.held = (*moves.held, *moves.loads), [], ()
-    for load in loads:
-        if load.ticket in moves.dropped:
-            continue
-        missing = [place for place in _places(load, limits) if place in evicted]
-        save(missing[: max(1, most(max(page_bytes.values())))])  # one at least: it goes on
-        if any(place in evicted for place in missing):
-            moves.held += (load,)
-        else:
-            moves.loads.append(load)
-    save(tuple(evicted)[: most(max(page_bytes.values()))])
-    moves.evicted = tuple(Evicted(pool, unit) for (pool, _), unit in evicted.items())
-    if not limits.enable_prefix_caching:
-        return
-    for i, (pool, size) in enumerate(zip(draft.pools, limits.num_pages, strict=True)):
-        least = int(size * policy.watermark)
-        moves.save(pool.offer(least, most(page_bytes[i])))
-    if limits.num_snapshots:
-        least = int(limits.num_snapshots * policy.watermark)
-        found, draft.snapshots = draft.snapshots.offer(least, most(policy.state_bytes))
-        for page_hash, row in found:
-            moves.save_snapshot(page_hash, row)
-
-
-def _written(draft: Draft, step: StepPlan | None) -> list[tuple[int, int]]:
-    """The pages, by pool, to which the step writes."""
-    limits, found = draft.limits, list[tuple[int, int]]()
-    for row in () if step is None else step.rows:
-        start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
-        for group, own in zip(limits.groups, row.pages, strict=True):
-            size = limits.tokens_per_page(group)
-            ids = own.ids.array()[start // size - own.first : cdiv(end, size) - own.first]
-            found += ((group.pool, page) for page in ids.tolist())
-    return found
-
-
-def _places(load: Load, limits: Limits) -> list[tuple[int, int]]:
-    """The pages, by pool, to which a load writes."""
-    units = ((group_of(unit.key), unit.place) for unit in load.units)
-    return [(limits.groups[group].pool, place) for group, place in units if group != SNAPSHOTS]
-
-
-def _start(policy: TierPolicy, limits: Limits, known: int, end: int, num_bytes: int) -> int | None:
-    """The page from which a prefix of ``end`` pages is restored, of which the device has ``known``;
-    None if computing all of it takes less time.
-    """
-    cost, size, chunk = policy.cost, limits.page_size, limits.max_num_batched_tokens
-    num_left, step = end - known, limits.reuse_step
-    least, first = cost.copying(num_bytes) + cost.step_seconds, 0
-    has_windows = any(group.window is not None for group in limits.groups)
-    if cost.overlaps and not has_windows and not limits.num_snapshots:
-        each = num_bytes / num_left
-
-        def times(pages: int) -> tuple[float, float]:
-            """Seconds to compute the first pages, and to copy the others."""
-            return cost.computing(pages * size, chunk), cost.copying(int((num_left - pages) * each))
-
-        lengths = range(0, num_left, step)
-        ahead = bisect_left(lengths, True, key=lambda pages: times(pages)[0] > times(pages)[1])
-        pages = lengths[max(0, ahead - 1)]  # the most for which computing does not take longer
-        if (seconds := times(pages)[1] + cost.step_seconds) < SPLIT_GAIN * least:
-            least, first = seconds, pages
-    return known + first if least < cost.computing(num_left * size, chunk) else None
-
-
-def _from(far: PrefixHit, hit: PrefixHit, start: int, limits: Limits) -> PrefixHit:
-    """``far`` with ``IN_TIER`` for all pages that the sequence computes before ``start``.
-
-    It writes to them, so they must not be shared.
-    """
-    if start == hit.num_pages:
-        return far
-    ids: list[list[int]] = []
-    for group, own in enumerate(far.ids):
-        each = limits.groups[group].tokens_per_entry
-        known, first = hit.num_pages // each, start // each
-        ids.append([*own[:known], *[IN_TIER] * (first - known), *own[first:]])
-    return far._replace(ids=ids)
+        num_cached = own.end
+        draft.num_restored_tokens += own.end - own.known
+    draft.running[seq.request_id] = replace(
+        seq, reads=reads, num_cached_tokens=num_cached, restoring=None
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,7 +44,7 @@ class DecodeCase(PagedCase):
 
 _XLA = ("ci", "cpu")  # of calls that no kernel of a GPU supports
 _FP8 = str(BITS)
-_FLOAT32_NORMS: dict[str, Any] = {"dtype": "bfloat16", "norm_dtype": "float32"}
+_FLOAT32_NORMS: Mapping[str, Any] = MappingProxyType({"dtype": "bfloat16", "norm_dtype": "float32"})
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3, _GPT_OSS = shapes.SMOLLM2_135M_TP3, shapes.GPT_OSS_20B_TP8
 

@@ -212,7 +212,7 @@ class WaitingEngine:
 
     limits = facts = tokenizer = None
     asleep = ()
-    is_compiling = False
+    is_compiling = saves_ahead = False
     stats = staticmethod(EngineStats)
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from jaxinfer import LLM, SamplingParams
+from jaxinfer import LLM, AsyncLLM, SamplingParams
 from jaxinfer.cli.main import cli
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.connector import Unit
@@ -67,6 +68,33 @@ def test_restores_are_replayed(
 ) -> None:
     path = tmp_path / "rec"
     assert record(path, folder, settings, preemption=preemption) > 10
+    assert "every plan is equal" in replayed(path).stdout
+    result = checked(path, settings)
+    assert result.exit_code == 0, result.output
+    assert ", all equal" in result.stdout and "were not" not in result.stdout
+
+
+def test_saves_of_an_idle_engine_are_replayed(
+    tmp_path: Path, folder: Path, settings: dict[str, Any]
+) -> None:
+    """They are calls without a step, between those of prompts."""
+    path = tmp_path / "rec"
+    given = settings | SIZES | {"record": str(path), "record_digests": True}
+
+    async def answered() -> None:
+        llm = await AsyncLLM.create(str(folder), **given)
+        for first in (3, 40, 77, 114, 3):
+            prompt = {"prompt_token_ids": list(range(first, first + 24))}
+            async for _ in llm.generate(prompt, FREE):
+                pass
+            async with asyncio.timeout(20):
+                while llm.engine.saves_ahead:
+                    await asyncio.sleep(0.001)
+        stats = llm.stats()
+        assert stats.tiers.num_saved >= stats.num_cached_pages > 0 < stats.tiers.num_restored
+        await llm.shutdown()
+
+    asyncio.run(answered())
     assert "every plan is equal" in replayed(path).stdout
     result = checked(path, settings)
     assert result.exit_code == 0, result.output

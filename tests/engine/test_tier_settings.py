@@ -12,9 +12,10 @@ from msgspec.structs import replace as struct_replace
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.engine.start.tiers import check_tiers, free_host_bytes
+from jaxinfer.engine.start.tiers import CPU_BYTES, check_tiers, free_host_bytes, saved_ahead
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.tier_memory import NUM_TIER_BLOCKS, block_bytes, tier_memory
+from jaxinfer.exec.tiers.mover import forms_of
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
 
@@ -107,3 +108,17 @@ def test_memory_for_what_steps_overwrite() -> None:
     blocks = (NUM_TIER_BLOCKS + 2) * block_bytes(own)
     assert block_bytes(own) >= page_bytes
     assert tier_memory(own) == blocks + 2 * pages * page_bytes
+
+
+def test_pages_of_half_the_host_tier_are_saved_ahead() -> None:
+    """More would be replaced in the tier before the device evicts them."""
+    own = program()
+    forms, limits = forms_of(own), own.limits
+    pool = limits.num_pages[0] * forms[0].num_bytes
+    assert saved_ahead(own, forms, pool).share == pytest.approx(0.5)
+    assert saved_ahead(own, forms, 3 * pool).share == 1.0
+    on_cpu = saved_ahead(own, forms, pool)
+    assert on_cpu.most_bytes == CPU_BYTES and not on_cpu.beside_decodes
+    object.__setattr__(own, "platform", "gpu")
+    on_gpu = saved_ahead(own, forms, pool)
+    assert on_gpu.most_bytes == block_bytes(own) and on_gpu.beside_decodes

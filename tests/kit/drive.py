@@ -28,12 +28,12 @@ from jaxinfer.core.step import (
     StepResult,
     TokenEvent,
 )
-from jaxinfer.core.tiers import CostModel
+from jaxinfer.core.tiers import CostModel, SaveAhead, TierChanged, TierPolicy
 from jaxinfer.exec.tiers.runner import TierRunner, policy_of
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
 from kit.fake_executor import FakeExecutor
 from kit.fake_tiers import FakeMover
-from kit.invariants import check
+from kit.invariants import check, check_ahead, check_waits
 
 EOS = 7
 POINT = Point("embed", (1,), "float32")  # of tests in which requests tap or steer
@@ -103,18 +103,36 @@ class Drive:
     cost: CostModel = field(default_factory=CostModel)
     offloads: bool = False  # see ``TierPolicy``
     most_save_bytes: int = 1 << 62
+    watermark: float = TierPolicy().watermark
+    ahead: SaveAhead | None = None
+    num_looks: int = 0  # see ``FakeMover``
+    most_saving_bytes: int = 1 << 62  # see ``TierRunner``
+    # each call: the state before it, its events and output
+    recorded: list[tuple[SchedulerState, tuple[Event, ...], ScheduleOutput]] | None = None
     plans: list[StepPlan] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     last: ScheduleOutput = field(default_factory=lambda: ScheduleOutput(None, ()))
+    num_lost: int = 0  # units that tiers have replaced
+    num_ahead: int = 0  # units that were saved before they were evicted, where this is checked
 
     def __post_init__(self) -> None:
         self.executor = self._new_executor()
         self.tiers: TierRunner | None = None
         if self.connector is not None:
-            mover = FakeMover(self.limits, lambda: self.executor)
+            mover = FakeMover(self.limits, lambda: self.executor, self.num_looks)
             policy = policy_of(mover.forms, self.cost, offloads=self.offloads)
-            policy = msgspec.structs.replace(policy, most_save_bytes=self.most_save_bytes)
-            self.tiers = TierRunner(mover, self.connector(mover.forms), policy)
+            policy = msgspec.structs.replace(
+                policy,
+                most_save_bytes=self.most_save_bytes,
+                watermark=self.watermark,
+                ahead=self.ahead,
+            )
+            self.tiers = TierRunner(
+                mover,
+                self.connector(mover.forms),
+                policy,
+                most_saving_bytes=self.most_saving_bytes,
+            )
         policy = None if self.tiers is None else self.tiers.policy
         self.state = initial_state(self.limits, tiers=policy)
         self.flying: list[StepResult] = []
@@ -127,9 +145,18 @@ class Drive:
     def call(self, *events: Event) -> ScheduleOutput:
         """One call of ``schedule``; a chosen step runs at once, its result waits in ``flying``."""
         if self.tiers is not None:
+            assert len(self.state.saving) == self.tiers.num_saving, "saves are lost"
             events = (*self.tiers.poll(), *events)
+            self.num_lost += sum(len(e.removed) for e in events if isinstance(e, TierChanged))
+        before = self.state
         self.state, self.last = self._scheduled(events)
+        if self.recorded is not None:
+            self.recorded.append((before, events, self.last))
         check(self.state)
+        if not self.offloads:
+            check_waits(self.state, self.last.orders, self.last.step)
+        if self.ahead is not None and not self.watermark and not self.offloads:
+            self.num_ahead += check_ahead(self.state, self.last.orders, self.ahead)
         if self.tiers is not None:
             self.tiers.obey(self.last.orders)
         self._follow_index(events)

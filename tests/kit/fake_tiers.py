@@ -22,8 +22,11 @@ from kit.fake_executor import FakeExecutor
 class FakeMover:
     """A ``PageMover``: a copy is made when it is queued, as steps run when they are launched."""
 
-    def __init__(self, limits: Limits, executor: Callable[[], FakeExecutor]) -> None:
-        self._limits, self._executor = limits, executor
+    def __init__(
+        self, limits: Limits, executor: Callable[[], FakeExecutor], num_looks: int = 0
+    ) -> None:
+        """``num_looks``: at a save, before it is ready, and again before it is copied."""
+        self._limits, self._executor, self._num_looks = limits, executor, num_looks
         page = UnitForm((((limits.page_size,), np.dtype(np.int64)),))
         forms = dict.fromkeys(range(len(limits.groups)), page)
         if limits.num_snapshots:
@@ -32,7 +35,12 @@ class FakeMover:
 
     def gather(self, units: Sequence[TierUnit]) -> FakeSaving:
         """Copy what the places hold."""
-        return FakeSaving([(unit.key, self._content(unit).copy()) for unit in units])
+        found = [(unit.key, self._content(unit).copy()) for unit in units]
+        return FakeSaving(found, self._num_looks)
+
+    def gathered_bytes(self, units: Sequence[TierUnit]) -> int:
+        """Without padding."""
+        return sum(self.forms[group_of(unit.key)].num_bytes for unit in units)
 
     def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> ArrayLoading:
         """Write units to their places."""
@@ -61,19 +69,31 @@ class FakeMover:
 class FakeSaving:
     """Units that have been gathered."""
 
-    is_ready = True
-    is_copied = False
-
-    def __init__(self, units: list[tuple[bytes, np.ndarray]]) -> None:
+    def __init__(self, units: list[tuple[bytes, np.ndarray]], num_looks: int) -> None:
         self._units = units
+        self._copies: list[tuple[tuple[bytes, np.ndarray], Content | None]] = []
+        self._left = [num_looks, num_looks]
         self.keys = [key for key, _ in units]
 
+    @property
+    def is_ready(self) -> bool:
+        """True at last."""
+        self._left[0] -= 1
+        return self._left[0] < 0
+
+    @property
+    def is_copied(self) -> bool:
+        """True at last; before it the memory has other content."""
+        self._left[1] -= 1
+        if self._left[1] == -1:
+            for (_, array), to in self._copies:
+                if to is not None:
+                    to.view(np.int64)[:] = array
+        return self._left[1] < 0
+
     def copy_to(self, memory: Sequence[Content | None]) -> None:
-        """Copy them."""
-        for (_, array), to in zip(self._units, memory, strict=True):
-            if to is not None:
-                to.view(np.int64)[:] = array
-        self.is_copied = True
+        """Copy them when ``is_copied``."""
+        self._copies = list(zip(self._units, memory, strict=True))
 
 
 class Unreliable:

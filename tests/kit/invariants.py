@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import NoReturn
 
-from jaxinfer.core.tiers import SNAPSHOTS, group_of
+from jaxinfer.core.step import ScheduledSeq, StepPlan
+from jaxinfer.core.tiers import (
+    MAX_SAVES,
+    SNAPSHOTS,
+    SaveAhead,
+    TierOrders,
+    TierUnit,
+    group_of,
+    key_in,
+)
 from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
 
@@ -35,6 +44,51 @@ def check(state: SchedulerState) -> None:
         )
         if seq.slot != NO_SLOT or any(counts):
             _fail(f"waiting request {seq.request_id!r} owns slot {seq.slot} or counts {counts}")
+
+
+def check_ahead(state: SchedulerState, orders: TierOrders, ahead: SaveAhead) -> int:
+    """Check that units are saved before they are evicted only beside nothing else, a block at a
+    time; returns their number. Without a watermark and offloads no others of them are saved.
+    """
+    found = [unit for unit in orders.saves if _is_on_device(unit, state)]
+    if not found:
+        return 0
+    if len(state.saving) > 1 or orders.loads or state.held_loads:
+        _fail(f"{len(found)} units are saved ahead beside other copies")
+    if any(seq.is_prefilling for seq in state.running):
+        _fail(f"{len(found)} units are saved ahead while a prompt is computed or restored")
+    if any(plan.prefills for plan in state.in_flight):
+        _fail(f"{len(found)} units are saved ahead while a step of a prompt is in flight")
+    if not ahead.beside_decodes and (state.num_unfinished or state.in_flight):
+        _fail(f"{len(found)} units are saved ahead while requests are answered")
+    assert state.tiers is not None
+    if (size := state.tiers.num_bytes(unit.key for unit in found)) > ahead.most_bytes:
+        _fail(f"{size} bytes are saved ahead in one call")
+    return len(found)
+
+
+def check_waits(state: SchedulerState, orders: TierOrders, step: StepPlan | None) -> None:
+    """Check that where ``MAX_SAVES`` saves were in flight only those are added that a step cannot
+    be launched without: pages to which it writes, and states that it replaces.
+    """
+    if len(state.saving) <= MAX_SAVES or not orders.saves:
+        return
+    rows = () if step is None else step.rows
+    groups = [(group, own) for row in rows for group, own in enumerate(row.pages)]
+    written = {(state.limits.groups[group].pool, page) for group, own in groups for page in own.ids}
+    for unit in orders.saves:
+        group = group_of(unit.key)
+        if group != SNAPSHOTS and (state.limits.groups[group].pool, unit.place) not in written:
+            _fail(f"page {unit.place} is saved while {len(state.saving) - 1} saves are in flight")
+
+
+def _is_on_device(unit: TierUnit, state: SchedulerState) -> bool:
+    """True if the prefix index still has a unit where it is saved from."""
+    if (group := group_of(unit.key)) == SNAPSHOTS:
+        rows = {key_in(SNAPSHOTS, own): known.row for own, known in state.snapshots.by_hash.items()}
+        return rows.get(unit.key) == unit.place
+    pool = state.pools[state.limits.groups[group].pool]
+    return pool.page_by_hash.get(unit.key) == unit.place
 
 
 def _check_pool(number: int, state: SchedulerState) -> None:
@@ -123,12 +177,7 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
         page_ids = _page_ids(seq, number, state)
         if len(set(page_ids)) != len(page_ids):
             _fail(f"{name} lists a page twice: {page_ids}")
-    rows = [
-        row
-        for plan in state.in_flight
-        for row in plan.rows
-        if (row.request_id, row.epoch) == (seq.request_id, seq.epoch)
-    ]
+    rows = _rows_of(seq, state)
     if seq.num_in_flight_tokens != sum(row.most_drawn for row in rows):
         _fail(f"{name} has {seq.num_in_flight_tokens} tokens in flight, but rows say otherwise")
     num_tokens = len(seq.token_ids) + seq.num_in_flight_tokens
@@ -163,20 +212,26 @@ def _check_restoring(name: str, seq: Sequence, state: SchedulerState) -> None:
     """A sequence owns the places of its load, unhashed, and computes nothing behind them."""
     if (own := seq.restoring) is None:
         return
-    if not own.known <= own.start < own.end < seq.num_prefill_tokens:
-        _fail(f"{name} restores tokens {own.start} to {own.end} of {seq.num_prefill_tokens}")
-    if own.start < seq.num_computed_tokens < own.end:
+    if not own.known < own.end < seq.num_prefill_tokens:
+        _fail(f"{name} restores tokens {own.known} to {own.end} of {seq.num_prefill_tokens}")
+    if seq.num_computed_tokens != own.end or _rows_of(seq, state):
         _fail(f"{name} has computed {seq.num_computed_tokens} tokens before its load has ended")
     for unit in own.units:
         if (group := group_of(unit.key)) == SNAPSHOTS:
-            if unit.place != own.row and not own.is_loaded:
+            if unit.place != own.row:
                 _fail(f"{name} loads a state to row {unit.place}, and owns {own.row}")
             continue
         pool = state.pools[state.limits.groups[group].pool]
         if unit.place not in seq.pages[group].ids:
             _fail(f"{name} loads page {unit.place}, which it does not own")
-        if not own.is_loaded and unit.place in pool.hash_by_page:
+        if unit.place in pool.hash_by_page:
             _fail(f"{name} loads page {unit.place}, which is hashed")
+
+
+def _rows_of(seq: Sequence, state: SchedulerState) -> list[ScheduledSeq]:
+    """The rows of a sequence in the steps in flight."""
+    rows = (row for plan in state.in_flight for row in plan.rows)
+    return [row for row in rows if (row.request_id, row.epoch) == (seq.request_id, seq.epoch)]
 
 
 def _page_ids(seq: Sequence, pool: int, state: SchedulerState) -> list[int]:

@@ -3,7 +3,8 @@
 A trace is a function of its seed. Its limits have every kind of layer state; its connectors are
 small, slow and fail; requests are aborted, steps fail, and the engine sleeps. In half of the traces
 preempted sequences are offloaded, and in half of these and of the others answers are long, so that
-many are preempted. In two thirds few pages are saved before the step that overwrites them.
+many are preempted. In two thirds few pages are saved before the step that overwrites them. In three
+quarters pages are saved before they are evicted, while nothing else is copied.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from jaxinfer.core.connector import Connector, Forms
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.step import Abort, Arrive, PageGroup, StepFailed
-from jaxinfer.core.tiers import CostModel
+from jaxinfer.core.tiers import CostModel, SaveAhead
 from jaxinfer.exec.tiers.chain import Chain
 from jaxinfer.exec.tiers.host import HostTier
+from jaxinfer.sched.saves import has_saves
 from kit.drive import Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 from kit.fake_tiers import Unreliable
+from kit.recorded_calls import check_replay
 
 MAX_MODEL_LEN = 48
 PAGE_SIZE = 4
@@ -36,8 +39,8 @@ GROUPS = (
     (PageGroup(), PageGroup(), PageGroup(None, 2, 1), PageGroup(9, 3, 2), PageGroup(5)),
 )
 RESTORES = CostModel()  # takes less time than computing
-SPLITS = CostModel(0.0, 1.0, PAGE_BYTES / PAGE_SIZE, True)  # takes as long, at the same time
 COMPUTES = CostModel(0.0, 1e-9, 1.0)
+MOST_CALLS = 500  # of an idle engine, for all pages
 
 
 class TierTrace:
@@ -49,10 +52,11 @@ class TierTrace:
         requests = [self._request(i) for i in range(draw.randint(6, 10))]
         self.requests = {request.request_id: request for request in requests}
         self.limits = self._limits()
-        self.cost = draw.choice((RESTORES,) * 4 + (SPLITS,) * 4 + (COMPUTES,))
+        self.cost = draw.choice((RESTORES,) * 8 + (COMPUTES,))
         self._sizes = draw.choice((4, 15, 100, 100)), draw.choice((0, 0, 9, 60))
         self._slowness = draw.choice((0, 0, 1, 4, 15))
         self._failures = 0.0 if reliable else draw.choice((0.0, 0.0, 0.0, 0.2))
+        self._ahead = draw.choice((None, *[self._save_ahead(draw) for _ in range(3)]))
         depth = draw.randint(1, 3)
         self.drive = Drive(
             self.limits,
@@ -62,6 +66,11 @@ class TierTrace:
             cost=self.cost,
             offloads=seed % 2 == 1,
             most_save_bytes=(1 << 62, 2 * PAGE_BYTES, 0)[seed % 3],
+            watermark=draw.choice((0.0, 0.25)),
+            ahead=self._ahead,
+            num_looks=draw.choice((0, 0, 1, 3)),
+            most_saving_bytes=draw.choice((1 << 62, 4 * PAGE_BYTES, 0)),
+            recorded=[] if seed % 25 == 0 else None,
         )
 
     def run(self) -> None:
@@ -86,6 +95,8 @@ class TierTrace:
         assert drive.state.num_free_pages == drive.limits.num_usable_pages
         assert drive.state.num_unfinished == len(drive.state.in_flight) == 0
         self._check_tiers()
+        if drive.recorded:
+            check_replay(drive.recorded, drive.state)
 
     def _disturb(self) -> set[str]:
         """Perhaps an abort, a failed step, or sleep; returns the requests that it may end."""
@@ -112,7 +123,13 @@ class TierTrace:
         assert drive.tiers is not None
         for _ in range(10):
             drive.call()
+        for _ in range(MOST_CALLS):
+            if not has_saves(drive.state):
+                break
+            drive.call()
+        assert not has_saves(drive.state), "an idle engine never ends saving"
         assert not drive.tiers.num_held
+        self._check_saved_ahead()
         keys = list(drive.state.tier_keys)
         assert sorted(self.connector.match(keys)) == sorted(keys)
         hosts = [self.host, *([] if self.lower is None else [self.lower])]
@@ -121,6 +138,30 @@ class TierTrace:
         assert {*keys} == there or (self._failures and {*keys} <= there)
         for one in hosts:
             assert not one.num_pinned, "a load is left"
+
+    def _check_saved_ahead(self) -> None:
+        """All pages that are evicted next have been saved, and a tier that lost none has them."""
+        state, drive = self.drive.state, self.drive
+        if self._ahead is None or self._failures or drive.tiers is None:
+            return
+        has_lost = drive.num_lost or drive.tiers.stats().num_dropped
+        for pool, size in zip(state.pools, state.limits.num_pages, strict=True):
+            assert pool.num_cached == pool.num_offered or not pool.offers(
+                int(size * self._ahead.share)
+            )
+            log = enumerate(pool.cached)
+            offered = [
+                pool.hash_by_page[page]
+                for position, page in log
+                if pool.cached_head <= position < pool.offered_head
+                and pool.stamps[page] == position
+            ]
+            assert has_lost or all(key in state.tier_keys for key in offered)
+
+    @staticmethod
+    def _save_ahead(draw: random.Random) -> SaveAhead:
+        share, most = draw.choice((0.5, 1.0, 1.0)), draw.choice((1, 3, 1 << 40)) * PAGE_BYTES
+        return SaveAhead(share, most, draw.random() < 0.7)
 
     def _connector(self, forms: Forms) -> Connector:
         size = max(form.num_bytes for form in forms.values())

@@ -6,12 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from jaxinfer.core.connector import Connector, Forms
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Abort, PageGroup, StepPlan
-from jaxinfer.core.tiers import SNAPSHOTS, CostModel, group_of
+from jaxinfer.core.tiers import SNAPSHOTS, CostModel, SaveAhead, TierChanged, group_of
 from jaxinfer.exec.tiers.host import HostTier
+from jaxinfer.sched.saves import has_saves
 from kit.drive import Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 from kit.fake_tiers import Unreliable
@@ -29,6 +31,7 @@ def test_tiers_change_no_token() -> None:
         found += run(seed)
     # the traces do what they are for
     assert found["restored"] > DAILY // 2 and found["failed"] > 2, found
+    assert found["ahead"] > DAILY // 2, found
 
 
 @pytest.mark.nightly
@@ -47,16 +50,22 @@ def run(seed: int) -> Counter[str]:
         raise
     assert trace.drive.tiers is not None
     stats = trace.drive.tiers.stats()
-    return Counter(restored=stats.num_restored, saved=stats.num_saved, failed=stats.num_failed)
+    return Counter(
+        restored=stats.num_restored,
+        saved=stats.num_saved,
+        failed=stats.num_failed,
+        ahead=trace.drive.num_ahead,
+    )
 
 
 def drive(slowness: int = 0, failures: float = 0.0, **changes: Any) -> Drive:
     """A drive whose pool holds one long request, and a host tier that holds all."""
     cost, offloads = changes.pop("cost", CostModel()), changes.pop("offloads", False)
     most = changes.pop("most_save_bytes", 1 << 62)
+    of_drive = {name: changes.pop(name) for name in ("ahead", "watermark") if name in changes}
 
     def connector(forms: Forms) -> Connector:
-        return Unreliable(HostTier(1 << 16, forms), 1, slowness, failures)
+        return Unreliable(HostTier(1 << 18, forms), 1, slowness, failures)
 
     values = {"num_pages": 12, "max_model_len": 48, "max_num_batched_tokens": 16} | changes
     return Drive(
@@ -65,7 +74,17 @@ def drive(slowness: int = 0, failures: float = 0.0, **changes: Any) -> Drive:
         cost=cost,
         offloads=offloads,
         most_save_bytes=most,
+        **of_drive,
     )
+
+
+def idle(one: Drive) -> int:
+    """Calls without events until nothing is left to be saved; returns the saved units."""
+    count = 0
+    while has_saves(one.state):
+        one.tick()
+        count += len(one.last.orders.saves)
+    return count
 
 
 def answer(one: Drive, prompt: tuple[int, ...]) -> int:
@@ -172,25 +191,74 @@ def test_a_request_that_ends_while_it_restores_frees_its_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("copying", "computing", "overlaps", "expected"),
+    ("copying", "computing", "expected"),
     [
-        (1.0, 1e9, True, [(36, 40)]),  # restored
-        (1e9, 1.0, True, [(0, 16), (16, 32), (32, 40)]),  # computed
-        (1.0, 1.0, True, [(0, 16), (36, 40)]),  # half and half
-        (1.0, 3.0, True, [(0, 8), (36, 40)]),  # 2 pages take 6, the other 7 take 7
-        (1.0, 1.0, False, [(0, 16), (16, 32), (32, 40)]),  # one after the other: as long
-        (1.0, 1.1, False, [(36, 40)]),
+        (1.0, 1e9, [(36, 40)]),  # restored
+        (1e9, 1.0, [(0, 16), (16, 32), (32, 40)]),  # computed
+        (1.0, 1.0, [(0, 16), (16, 32), (32, 40)]),  # as long
+        (1.0, 1.3, [(0, 16), (16, 32), (32, 40)]),  # less, but not for certain
+        (1.0, 1.4, [(36, 40)]),
     ],
 )
-def test_costs_decide(
-    copying: float, computing: float, overlaps: bool, expected: list[tuple[int, int]]
-) -> None:
+def test_costs_decide(copying: float, computing: float, expected: list[tuple[int, int]]) -> None:
     """``copying`` and ``computing``: the time of a page."""
-    cost = CostModel(0.0, computing / 4, PAGE_BYTES / copying, overlaps)
-    one = drive(cost=cost, slowness=1)
+    cost = CostModel(0.0, computing / 4, PAGE_BYTES / copying)
+    one = drive(cost=cost, slowness=1, ahead=SaveAhead())
     for prompt in (PROMPT, OTHER, PROMPT):
         answer(one, prompt)
+        idle(one)
     assert computed(one.plans, "r2") == expected
+
+
+# Qwen3-4B in bfloat16 on an H200, with the seconds of a step of few tokens
+H200 = CostModel(0.0023, 15e-6, 28e9, 0.003)
+TOKEN_BYTES = 147_456
+# tokens: whether their prefix is restored by an engine that has been idle, by one on which others
+# decode, and by one that saves the pages of a prompt of the same length first
+CHOICES = {
+    256: (False, False, False),
+    512: (False, False, False),
+    1024: (True, False, False),
+    2048: (True, True, False),
+    4096: (True, True, False),
+    16384: (True, True, True),
+}
+
+
+@pytest.mark.parametrize("length", CHOICES)
+def test_a_restore_takes_less_time_than_to_compute(length: int) -> None:
+    """The choices with the costs of an H200; all bytes are fewer by the same factor."""
+    scale = 8 / TOKEN_BYTES  # a digest in place of a token's keys and values
+    cost = replace(H200, bytes_per_second=H200.bytes_per_second * scale)
+    sizes = {"max_model_len": length + 32, "page_size": 16, "max_num_batched_tokens": 8192}
+    found: list[bool] = []
+    for state in ("idle", "beside others", "unsaved"):
+        ahead = None if state == "unsaved" else SaveAhead()
+        num_pages = length // 16 + 1 + 16
+        one = drive(cost=cost, num_pages=num_pages, watermark=0.0, ahead=ahead, **sizes)
+        prompts = [tuple((i * i + 7 * i + first) % 50 for i in range(length)) for first in (0, 1)]
+        for number, prompt in enumerate(prompts):
+            one.arrive(make_request(f"{number}", prompt, max_tokens=1))
+            one.finish()
+            idle(one)
+        if state == "beside others":
+            one.arrive(make_request("other", (1, 2, 3), arrival=5, max_tokens=16))
+            for _ in range(3):
+                one.tick()
+        one.arrive(make_request("again", prompts[0], arrival=10, max_tokens=1))
+        again = next(seq for seq in one.state.running if seq.request_id == "again")
+        found.append(again.restoring is not None)
+    assert tuple(found) == CHOICES[length]
+
+
+def test_a_restore_waits_for_saves_in_flight_only_if_it_needs_some() -> None:
+    """Where all pages that it overwrites are saved, it begins at once."""
+    seconds = {
+        unsaved: H200.restoring(4096 * TOKEN_BYTES, unsaved) for unsaved in (0, 4096 * TOKEN_BYTES)
+    }
+    assert seconds[0] == pytest.approx(0.003 + 4096 * TOKEN_BYTES / 28e9 + 0.0023)
+    assert seconds[4096 * TOKEN_BYTES] == pytest.approx(seconds[0] + 4096 * TOKEN_BYTES / 28e9)
+    assert H200.restoring(0, 0, 2) == pytest.approx(0.003 + 3 * 0.0023)
 
 
 @pytest.mark.parametrize("offloads", [True, False], ids=["offload", "recompute"])
@@ -238,6 +306,76 @@ def test_a_prompt_that_takes_all_pages_loses_none(most_save_bytes: int) -> None:
     assert answer(one, first) == answer(one, second) == 0
     assert answer(one, first) == answer(one, second) == 40, "loads overwrite pages as steps do"
     assert not one.state.evicted or most_save_bytes == 0
+
+
+def test_an_idle_engine_saves_pages_in_the_order_of_eviction() -> None:
+    """A block at a time, those that were released first before others, and each once."""
+    one = drive(num_pages=25, watermark=0.0, ahead=SaveAhead(1.0, 3 * PAGE_BYTES, False))
+    one.recorded = []
+    assert answer(one, PROMPT) == answer(one, OTHER) == 0
+    idle(one)
+    blocks = [[unit.place for unit in output.orders.saves] for _, _, output in one.recorded]
+    pool = one.state.pools[0]
+    assert [page for block in blocks for page in block] == list(pool.cached)
+    assert len(pool.cached) == 20 == len(one.state.tier_keys)
+    assert all(len(block) <= 3 for block in blocks) and not idle(one)
+    # the pages that a later prompt takes are saved: it is restored at once, and saves nothing
+    answer(one, tuple(reversed(PROMPT)))
+    idle(one)
+    saved = one.tiers.stats().num_saved  # type: ignore[union-attr]
+    one.arrive(make_request("again", PROMPT, arrival=10, max_tokens=1))
+    assert one.last.orders.loads and not one.last.orders.saves and not one.state.held_loads
+    assert one.tiers.stats().num_saved == saved  # type: ignore[union-attr]
+    one.finish()
+    assert one.endings()["again"].num_cached_tokens == 36
+
+
+def test_a_load_waits_for_pages_that_were_not_saved_ahead() -> None:
+    one = drive(watermark=0.0, most_save_bytes=3 * PAGE_BYTES)
+    for prompt in (PROMPT, OTHER):
+        answer(one, prompt)
+    assert not idle(one)
+    one.arrive(make_request("again", PROMPT, arrival=10, max_tokens=1))
+    assert one.state.held_loads and one.last.orders.saves
+
+
+def test_a_share_of_the_pool_is_saved_ahead() -> None:
+    one = drive(num_pages=41, watermark=0.0, ahead=SaveAhead(0.5))
+    for seed in range(4):
+        answer(one, tuple((7 * i + seed) % 50 for i in range(40)))
+    idle(one)
+    pool = one.state.pools[0]
+    assert pool.num_fresh + pool.num_offered >= 20 >= pool.num_offered < pool.num_cached
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_pages_are_saved_ahead_beside_decodes_but_not_beside_prompts(beside: bool) -> None:
+    one = drive(num_pages=49, watermark=0.0, ahead=SaveAhead(1.0, 2 * PAGE_BYTES, beside))
+    answer(one, PROMPT)
+    one.arrive(make_request("long", OTHER, arrival=10, max_tokens=8))
+    assert one.last.step is not None and one.last.step.prefills
+    ordered: list[bool] = []
+    while one.state.num_unfinished:
+        is_alone = not any(plan.prefills for plan in one.state.in_flight)
+        one.tick()
+        prompts = any(plan.prefills for plan in one.state.in_flight)
+        if one.last.orders.saves and one.state.num_unfinished:
+            assert beside and not prompts and len(one.state.saving) == 1
+        ordered.append(bool(one.last.orders.saves) and is_alone and bool(one.state.running))
+    assert any(ordered) == beside
+    assert idle(one) > 0
+
+
+def test_a_page_that_a_tier_has_lost_is_saved_again_when_it_is_evicted() -> None:
+    """It was saved ahead, and replaced before the device evicted it."""
+    one = drive(num_pages=12, watermark=0.0, ahead=SaveAhead())
+    answer(one, PROMPT)
+    idle(one)
+    keys = tuple(one.state.tier_keys)
+    assert len(keys) == 10
+    one.tiers.clear(weights_changed=False)  # type: ignore[union-attr]
+    one.call(TierChanged((), keys))
+    assert answer(one, OTHER) == 0 and answer(one, PROMPT) == 36
 
 
 def test_loads_add_no_steps_to_the_bound() -> None:

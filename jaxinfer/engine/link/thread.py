@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 # While an idle engine compiles in the background, it looks this often for loaded executables.
 COMPILING_SECONDS = 0.25
+# While an engine without work saves pages ahead, it looks this often whether a block is saved.
+SAVING_SECONDS = 0.5e-3
 # An engine without work for so long, after all compiling, prepares for the first form.
 IDLE_SECONDS = 1.0
 
@@ -143,7 +145,7 @@ class EngineThread(Link):
         error = EngineError("the engine was shut down before the answer was done")
         try:
             while self._take_commands(listener):
-                if self._can_step:
+                if self._can_step or self._saves_ahead:
                     listener(self._whole.passed(self._engine.step()))
                     self._progress = time.monotonic()
                     self._engine.wait_until_launchable()  # requests that arrive now join it
@@ -163,18 +165,24 @@ class EngineThread(Link):
     def _can_step(self) -> bool:
         return self._engine.has_work and not self._holds
 
+    @property
+    def _saves_ahead(self) -> bool:
+        return self._engine.saves_ahead and not self._holds
+
     def _take_commands(self, listener: Listener) -> bool:
         """Execute all waiting commands; waits for one if no step can run. False: stop."""
         self._make_changes(listener)
-        block = not self._can_step
-        timeout = COMPILING_SECONDS if self._engine.is_compiling else self._idle_seconds
+        block, is_compiling = not self._can_step, self._engine.is_compiling
+        saves = block and self._saves_ahead
+        timeout = COMPILING_SECONDS if is_compiling else self._idle_seconds
+        timeout = SAVING_SECONDS if saves else timeout
         while True:
             self._progress = None if block else time.monotonic()
             try:
                 command = self._inbox.get(block=block, timeout=timeout)
             except Empty:
                 self._progress = time.monotonic()
-                if block and not self._engine.is_compiling:
+                if block and not is_compiling and not saves:
                     self._idle_seconds = None
                     self._engine.constraints.prepare()
                 return True

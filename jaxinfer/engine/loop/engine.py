@@ -90,6 +90,13 @@ class Engine:
         return self._failure is None and bool(later or self._pending or not self._loop.idle)
 
     @property
+    def saves_ahead(self) -> bool:
+        """True if ``step`` saves pages before they are evicted, or notes that some are saved,
+        though there is no work.
+        """
+        return self._failure is None and not self.asleep and self._loop.saves_ahead
+
+    @property
     def executor(self) -> StepExecutor[Any]:
         """The object that runs the steps; a replay drives it without the loop."""
         return self._loop.executor

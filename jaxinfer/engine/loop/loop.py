@@ -26,6 +26,7 @@ from jaxinfer.core.step import (
     TokenEvent,
 )
 from jaxinfer.engine.loop.interfaces import Observer, Tiers
+from jaxinfer.sched.saves import has_saves
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
 from jaxinfer.sched.tiers import keys_of
 
@@ -121,6 +122,11 @@ class EngineLoop[Handle]:
         busy = self._in_flight or self._ended is not None or self._state.num_unfinished
         return not busy
 
+    @property
+    def saves_ahead(self) -> bool:
+        """True if saves are in flight, or an idle iteration orders some (``sched.saves``)."""
+        return self._tiers is not None and has_saves(self._state)
+
     def give_up_pages(self, *, keeps_tiers: bool = False) -> None:
         """Return all running sequences to the queue, with their tokens, and forget all prefixes,
         those in tiers too unless it ``keeps_tiers``.
@@ -163,18 +169,24 @@ class EngineLoop[Handle]:
         if self._tiers is not None:
             events = (*self._of_tiers(events), *events)
         news, launched = self._advance(events)
-        while not launched and not news:
+        while not launched and not news and not self.idle:
             # nothing can be planned before the device answers, or a tier
             ended = self._of_tiers()
             if not ended and self._in_flight:
                 ended = (self._collect(),)
-            elif not ended and self._tiers is not None and self._tiers.is_loading:
+            elif not ended and self._tiers is not None and self._waits_for_tiers:
                 ended = self._tiers.poll(LOAD_SECONDS)
             if not ended and not self._state.held_loads:
                 break
             news, launched = self._advance(ended)
         collected, self._collected = tuple(self._collected), []
         return Iteration(news, launched, collected)
+
+    @property
+    def _waits_for_tiers(self) -> bool:
+        """True if a load is in flight, or held until saves in flight have ended."""
+        loading = self._tiers is not None and self._tiers.is_loading
+        return loading or bool(self._state.held_loads and self._state.saving)
 
     def drain(self, events: tuple[Event, ...]) -> Iteration:
         """Apply the events and the results of all steps in flight, without launching another."""

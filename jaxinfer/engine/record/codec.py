@@ -37,7 +37,7 @@ from jaxinfer.core.step import (
     StepPlan,
     StepResult,
 )
-from jaxinfer.core.tiers import NO_ORDERS, Loaded, TierChanged, TierOrders
+from jaxinfer.core.tiers import NO_ORDERS, Loaded, Saved, TierChanged, TierOrders
 from jaxinfer.engine.record.states import RECORDED, request_of, state_of, tupled
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState
 from jaxinfer.sched.state import Sequence as SchedSequence
@@ -203,6 +203,8 @@ def _event(event: Event) -> tuple[Any, ...]:
             return ("hold",)
         case TierChanged(added, removed):
             return "tiers", added, removed
+        case Saved(count):
+            return "saved", count
         case Loaded(ticket, failed):
             return "restored", ticket, failed
 
@@ -288,6 +290,8 @@ def _event_of(event: list[Any], outputs: dict[tuple[int, int], OutputDigest]) ->
             return Reset(*values)
         case "tiers":
             return TierChanged(*map(tuple, values))
+        case "saved":
+            return Saved(*values)
         case "restored":
             return Loaded(values[0], tuple(values[1]))
         case "hold":

@@ -15,7 +15,8 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, SlotAdmission, StepPlan
-from jaxinfer.core.tiers import CostModel, TierPolicy, TierUnit
+from jaxinfer.core.tiers import CostModel, Load, SaveAhead, TierPolicy, TierUnit
+from jaxinfer.sched.moves import Evicted
 from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.schedule import SchedulerState
 from jaxinfer.sched.sequence import Restoring
@@ -92,11 +93,30 @@ def _sequence(values: dict[str, Any]) -> SchedSequence:
 
 
 def _restoring(values: dict[str, Any]) -> Restoring:
-    return _made(Restoring, values, units=_each(lambda unit: _made(TierUnit, unit)))
+    return _made(Restoring, values, units=_each(_unit))
 
 
 def _policy(values: dict[str, Any]) -> TierPolicy:
-    return _made(TierPolicy, values, cost=lambda cost: CostModel(**cost))
+    def cost(own: dict[str, Any]) -> CostModel:
+        return CostModel(**own)
+
+    def ahead(own: dict[str, Any]) -> SaveAhead:
+        return SaveAhead(**own)
+
+    return _made(TierPolicy, values, cost=cost, ahead=ahead)
+
+
+def _unit(values: dict[str, Any]) -> TierUnit:
+    return _made(TierUnit, values)
+
+
+def _evicted(values: list[Any]) -> Evicted:
+    pool, unit = values
+    return Evicted(pool, _unit(unit))
+
+
+def _load(values: dict[str, Any]) -> Load:
+    return _made(Load, values, units=_each(_unit))
 
 
 def _row(values: dict[str, Any]) -> ScheduledSeq:
@@ -158,4 +178,6 @@ def state_of(values: dict[str, Any], limits: Limits) -> SchedulerState:
         in_flight=_each(_plan),
         tiers=_policy,
         tier_keys=Map,
+        evicted=_each(_evicted),
+        held_loads=_each(_load),
     )

@@ -23,11 +23,11 @@ from jaxinfer.core.connector import Connector, Forms
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.step import Bucket
-from jaxinfer.core.tiers import SNAPSHOTS, CostModel
+from jaxinfer.core.tiers import SNAPSHOTS, CostModel, SaveAhead
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.memory_plan import shown
 from jaxinfer.exec.compile.program import Program
-from jaxinfer.exec.compile.tier_memory import block_bytes
+from jaxinfer.exec.compile.tier_memory import block_bytes, saving_bytes
 from jaxinfer.exec.run.copy_stream import CudaCopyStream
 from jaxinfer.exec.run.cuda_driver import registered_memory
 from jaxinfer.exec.run.executor import Executor
@@ -43,6 +43,8 @@ from jaxinfer.exec.tiers.runner import TierRunner, policy_of
 GIB = 1 << 30
 FORMAT = 1  # of the disk tier; raised when files or keys change
 MEASURED_RUNS = 4
+TIER_SHARE = 0.5  # of the host tier, for pages that the device still has
+CPU_BYTES = 4 << 20  # that a request waits for, if it arrives at an idle engine on a CPU: 2 ms
 
 
 def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None:
@@ -204,8 +206,30 @@ def begin_tiers(
         }
 
     policy = policy_of(mover.forms, cost, offloads=config.preemption == "offload")
-    policy = replace(policy, most_save_bytes=block_bytes(plan.program))
-    return TierRunner(mover, connector, policy, sizes)
+    ahead = saved_ahead(plan.program, mover.forms, size)
+    policy = replace(
+        policy,
+        most_save_bytes=block_bytes(plan.program),
+        watermark=min(policy.watermark, ahead.share),
+        ahead=ahead,
+    )
+    return TierRunner(mover, connector, policy, sizes, saving_bytes(plan.program))
+
+
+def saved_ahead(program: Program, forms: Forms, size: int) -> SaveAhead:
+    """The pages and states that are saved before they are evicted: at most those of half the host
+    tier (``size`` bytes), or the tier would replace them before the device does.
+    """
+    limits = program.limits
+    pages = {one.pool: forms[group].num_bytes for group, one in enumerate(limits.groups)}
+    whole = sum(count * pages[pool] for pool, count in enumerate(limits.num_pages))
+    if SNAPSHOTS in forms:
+        whole += limits.num_snapshots * forms[SNAPSHOTS].num_bytes
+    share = min(1.0, TIER_SHARE * size / whole)
+    if program.platform != "cpu":
+        return SaveAhead(share, block_bytes(program))
+    largest = max(form.num_bytes for form in forms.values())
+    return SaveAhead(share, max(CPU_BYTES, largest), beside_decodes=False)
 
 
 def mover_of(program: Program, executor: Executor) -> ArrayMover | DeviceMover:
@@ -280,7 +304,7 @@ def _from_length(cost: CostModel, forms: Forms, program: Program) -> str:
     )
     state = forms[SNAPSHOTS].num_bytes if SNAPSHOTS in forms else 0
     for count in range(1, limits.max_model_len // size + 1):
-        copying = cost.copying(count * page_bytes + state) + cost.step_seconds
-        if cost.computing(count * size, limits.max_num_batched_tokens) > copying:
+        seconds = cost.restoring(count * page_bytes + state)
+        if cost.restores(seconds, count * size, limits.max_num_batched_tokens):
             return f"from {count * size} tokens on"
     return "never, as computing them takes less time"

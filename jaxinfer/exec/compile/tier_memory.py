@@ -14,14 +14,19 @@ NUM_TIER_BLOCKS = 6
 
 
 def tier_memory(program: Program) -> int:
-    """Bytes of the device for blocks of loads and for saves: pages that a step writes to are saved
-    before, and the saves of two steps may be under way.
+    """Bytes of the device for blocks of loads and for saves."""
+    return NUM_TIER_BLOCKS * block_bytes(program) + saving_bytes(program)
+
+
+def saving_bytes(program: Program) -> int:
+    """Bytes of the device for saves in flight: those of two steps, each of which saves the pages to
+    which it writes, and another block.
     """
     limits = program.limits
     tokens = [limits.page_size * group.tokens_per_entry for group in limits.groups]
     pages = [cdiv(limits.max_num_batched_tokens, each) + limits.max_num_seqs for each in tokens]
     written = sum(map(mul, pages, _page_bytes(program)))
-    return NUM_TIER_BLOCKS * block_bytes(program) + 2 * (written + block_bytes(program))
+    return 2 * (written + block_bytes(program))
 
 
 def block_bytes(program: Program) -> int:

@@ -87,6 +87,10 @@ class DeviceMover:
                 made.parts.append(Packed(len(some), size, self._packs[pool](given, ids)))
         return made
 
+    def gathered_bytes(self, units: Sequence[TierUnit]) -> int:
+        """See ``PageMover``."""
+        return self.pools.padded_bytes(units, self.widths)
+
     def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> DeviceLoading:
         """See ``PageMover``."""
         parts = deque[Part]()

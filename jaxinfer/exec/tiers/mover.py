@@ -7,7 +7,7 @@ a load writes is read by the steps after it. On a CPU the executables read and w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import batched
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxinfer.core.connector import Content, Forms, Unit, UnitForm
+from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.tiers import DIGEST_SIZE, SNAPSHOTS, TierUnit, group_of
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_arrays import DeviceArrays
@@ -70,6 +71,10 @@ class PageMover(Protocol):
         """Queue a copy of what these places hold before the next step."""
         ...
 
+    def gathered_bytes(self, units: Sequence[TierUnit]) -> int:
+        """Bytes of the device that ``gather`` of these units takes until they are copied."""
+        ...
+
     def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> Loading:
         """Begin to copy units to these places; their memory is unchanged until it has ended."""
         ...
@@ -107,6 +112,13 @@ class Pools:
             pool = None if group == SNAPSHOTS else self._limits.groups[group].pool
             found.setdefault(pool, []).append(i)
         return found
+
+    def padded_bytes(self, units: Sequence[TierUnit], widths: Mapping[int | None, int]) -> int:
+        """Bytes of units that are gathered so many of a pool at a time, with padding."""
+        return sum(
+            cdiv(len(own), widths[pool]) * widths[pool] * self.form(pool).num_bytes
+            for pool, own in self.split(units).items()
+        )
 
     def rows(self, pool: int | None, places: Sequence[int], width: int) -> np.ndarray:
         """The rows of a pool's arrays: int32[width], padded with those for padding."""
@@ -154,6 +166,11 @@ class ArrayMover:
                 keys = [units[i].key for i in some]
                 made.parts.append((keys, form, self._gathers[pool](given, ids)))
         return made
+
+    def gathered_bytes(self, units: Sequence[TierUnit]) -> int:
+        """See ``PageMover``."""
+        widths = {pool: self._width(pool) for pool in self._pools.indices}
+        return self._pools.padded_bytes(units, widths)
 
     def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> ArrayLoading:
         """See ``PageMover``: the units are copied now."""

@@ -17,6 +17,7 @@ from jaxinfer.core.tiers import (
     CostModel,
     Load,
     Loaded,
+    Saved,
     TierChanged,
     TierOrders,
     TierPolicy,
@@ -26,7 +27,6 @@ from jaxinfer.core.tiers import (
 from jaxinfer.exec.tiers.mover import Loading, PageMover, Saving
 
 POLL_SECONDS = 50e-6  # between two looks at copies, while nothing else is to be done
-MAX_SAVES = 2  # under way: the memory plan has space for those of two steps
 
 
 class Save(NamedTuple):
@@ -35,6 +35,7 @@ class Save(NamedTuple):
     copy: Saving
     memory: list[Content | None]
     since: float
+    num_bytes: int  # of the device
 
 
 class TierRunner:
@@ -46,14 +47,19 @@ class TierRunner:
         connector: Connector,
         policy: TierPolicy,
         sizes: Callable[[], Mapping[str, float]] = dict,
+        most_saving_bytes: int = 1 << 62,
     ) -> None:
-        """``sizes``: the present values of ``TierStats``."""
+        """``sizes``: the present values of ``TierStats``. ``most_saving_bytes``: of the device, for
+        saves in flight; a larger one waits until it is alone.
+        """
+        self._most_saving_bytes, self._saving_bytes = most_saving_bytes, 0
         self._mover, self._connector, self._sizes = mover, connector, sizes
         self.policy = policy
         self._version = b""  # of the weights: see ``Connector.clear``
         self._bytes = {group: form.num_bytes for group, form in mover.forms.items()}
-        self._gathers: deque[Saving] = deque()  # which the device has not finished
+        self._gathers: deque[tuple[Saving, int]] = deque()  # not finished by the device; bytes
         self._saves: deque[Save] = deque()  # which are copied to the connector's memory
+        self._num_ended = 0  # saves that ``poll`` has not reported
         self._loads: dict[int, tuple[Load, float]] = {}  # with the time of the order
         self._loading: dict[int, Loading] = {}  # those whose units the connector has brought
         self._counters = TierStats()
@@ -62,6 +68,11 @@ class TierRunner:
     def is_loading(self) -> bool:
         """True if a load has been ordered that has not been reported."""
         return bool(self._loads)
+
+    @property
+    def num_saving(self) -> int:
+        """Calls whose saves have not been reported."""
+        return len(self._gathers) + len(self._saves) + self._num_ended
 
     @property
     def num_held(self) -> int:
@@ -78,10 +89,12 @@ class TierRunner:
         for ticket in orders.dropped:
             self._forget(ticket)
         if orders.saves:
-            while len(self._gathers) + len(self._saves) >= MAX_SAVES:
+            size = self._mover.gathered_bytes(orders.saves)
+            while self._saving_bytes and self._saving_bytes + size > self._most_saving_bytes:
                 time.sleep(POLL_SECONDS)
                 self._save_gathered()
-            self._gathers.append(self._mover.gather(orders.saves))
+            self._gathers.append((self._mover.gather(orders.saves), size))
+            self._saving_bytes += size
         for load in orders.loads:
             self._loads[load.ticket] = load, time.monotonic()
             self._connector.load(load.ticket, load.keys)
@@ -95,15 +108,23 @@ class TierRunner:
         """The events of copies that have ended; waits so long for the first of them."""
         end = time.monotonic() + seconds
         while not (events := self._polled(seconds)) and time.monotonic() < end:
-            if self._loading:
+            if self._moves:
                 time.sleep(POLL_SECONDS)
         return events
+
+    @property
+    def _moves(self) -> bool:
+        """True if the mover copies something."""
+        return bool(self._loading or self._gathers or self._saves)
 
     def _polled(self, seconds: float) -> tuple[Event, ...]:
         """The same, once; the connector is waited for if nothing else is under way."""
         self._save_gathered()
-        polled = self._connector.poll(0.0 if self._loading else seconds)
+        polled = self._connector.poll(0.0 if self._moves or self._num_ended else seconds)
         events: list[Event] = []
+        if self._num_ended:
+            events.append(Saved(self._num_ended))
+            self._num_ended = 0
         if polled.added or polled.removed:
             changed = dict.fromkeys((*polled.added, *polled.removed))
             there = dict.fromkeys(self._connector.match(tuple(changed)))
@@ -127,6 +148,7 @@ class TierRunner:
         """Drop all units; no step is in flight."""
         self._gathers.clear()
         self._saves.clear()
+        self._num_ended = self._saving_bytes = 0
         for ticket in tuple(self._loads):
             self._forget(ticket)
         self._mover.settle()  # the memory that they read and write belongs to others from now on
@@ -151,13 +173,16 @@ class TierRunner:
 
     def _save_gathered(self) -> None:
         """Copy units that the device has gathered, and save those that have been copied."""
-        while self._gathers and self._gathers[0].is_ready:
-            since, gathered = time.monotonic(), self._gathers.popleft()
+        while self._gathers and self._gathers[0][0].is_ready:
+            since, (gathered, size) = time.monotonic(), self._gathers.popleft()
             memory = [self._connector.reserve(group_of(key), key) for key in gathered.keys]
             gathered.copy_to(memory)
-            self._saves.append(Save(gathered, memory, since))
+            self._saves.append(Save(gathered, memory, since, size))
         while self._saves and self._saves[0].copy.is_copied:
-            self._save(self._saves.popleft())
+            save = self._saves.popleft()
+            self._save(save)
+            self._num_ended += 1
+            self._saving_bytes -= save.num_bytes
 
     def _save(self, save: Save) -> None:
         saved = dropped = num_bytes = 0
