@@ -42,7 +42,8 @@ DEFAULT_FORM_LIMITS = FormLimits()
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """How a model marks its thoughts, which come before the answer. The form of the answer begins
-    after them, and the mark that ends them is forced after ``budget`` tokens.
+    after them, stop strings count after them, and the mark that ends them is forced after
+    ``budget`` tokens, or after the call that has begun in them.
     """
 
     begin: tuple[int, ...] = ()  # token ids of the mark; the answer may also have no thoughts
@@ -50,6 +51,8 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     is_open: bool = False  # the prompt ends within the thoughts
     budget: int | None = None  # tokens; None: no limit
     answer: tuple[int, ...] = ()  # of the mark before the answer, which has to be there
+    call_begin: tuple[int, ...] = ()  # of the marks of a call; empty: they are not known
+    call_end: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.end and (self.begin or self.is_open):

@@ -2,7 +2,8 @@
 
 config.json says how many there are. Their tensors are known by their names, of which there are
 three kinds: layers after the last one (DeepSeek-V3, GLM-4.5), ``mtp_layers`` (MiMo) and ``mtp``
-(Qwen3.5, Qwen3-Next).
+(Qwen3.5, Qwen3-Next), which is nothing else, so that it counts whatever config.json says: those of
+Qwen3-Next and some copies of Qwen3.6 say nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ def without_prediction_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 def prediction_tensors(config: Mapping[str, Any]) -> Callable[[str], bool]:
     """A function of a tensor's name: whether it belongs to a prediction layer."""
     count = prediction_layers(config)
-    if not count:
-        return lambda name: False
-    first = hf.positive_int(config, "num_hidden_layers")
+    first = hf.positive_int(config, "num_hidden_layers") if count else 0
 
     def is_one(name: str) -> bool:
         match = _NAME.fullmatch(name)

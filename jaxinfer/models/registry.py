@@ -241,7 +241,8 @@ def decoder_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of a model's text decoder, with the model's architectures and token ids, and with
-    what a file says of the whole model: how it is quantised, and whether its head is tied.
+    what a file says of the whole model: how it is quantised, and whether its head is tied. As in
+    transformers, token ids of the whole win: Gemma's have the one that ends a turn, too.
 
     For a model of text alone, and an architecture that is not known, it is the config itself.
     Raises ``ConfigError`` for a key of both whose values differ.
@@ -252,7 +253,8 @@ def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         names = [_text_model(own, names[0]), *names]
     elif not isinstance(own, Mapping) or not any(name in _WITH_IMAGES for name in names):
         return hf_config
-    whole = {key: value for key, value in hf_config.items() if key.endswith("_token_id")}
+    ids = {k: v for k, v in hf_config.items() if k.endswith("_token_id") and v is not None}
+    whole: dict[str, Any] = {}
     for key in _OF_THE_WHOLE:
         value, of_text = hf_config.get(key), own.get(key)
         if of_text is not None and value not in (None, of_text):
@@ -262,7 +264,7 @@ def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
             )
         whole[key] = value
     added = {k: v for k, v in whole.items() if v is not None and own.get(k) is None}
-    return {**own, **added, "architectures": names}
+    return {**own, **added, **ids, "architectures": names}
 
 
 def _text_model(config: Mapping[str, Any], wrapper: str) -> str:

@@ -29,7 +29,8 @@ def adapted_messages(probes: TemplateProbes, messages: Sequence[Message]) -> lis
     """
     for index, message in enumerate(messages):
         _check_role(probes, f"messages[{index}]", message["role"])
-    contents = [_adapted(probes, f"messages[{n}]", one) for n, one in enumerate(messages)]
+    named = _with_names(probes, messages)
+    contents = [_adapted(probes, f"messages[{n}]", one) for n, one in enumerate(named)]
     return list(_calls_and_results(probes, _guidance(probes, contents)))
 
 
@@ -174,6 +175,17 @@ def _with_results(
         yield {**message, "tool_calls": [call]}
         yield from found
         message = _without_text(probes, message)
+
+
+def _with_names(probes: TemplateProbes, messages: Sequence[Message]) -> Iterator[Message]:
+    """The chat, in which results have the names of their functions if the template needs them."""
+    names: dict[Any, Any] = {}  # by the ids of the calls
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        names |= {call.get("id"): call.get("function", call).get("name") for call in calls}
+        is_result = message["role"] == "tool" and not message.get("name")
+        name = names.get(message.get("tool_call_id")) if is_result else None
+        yield {**message, "name": name} if name and probes.needs_names else message
 
 
 # contents

@@ -20,6 +20,7 @@ PROBE_FUNCTION, PROBE_KEY = "probe_function", "probe_key"
 _VALUE = "probe value"
 _IDS = ("probe0000", "probe0001")  # of calls: nine characters, as Mistral's templates demand
 _WORDS = ("probe words", "further words", "last words")
+_NAME, _NO_NAMES = "probe_name", ("", "None", "unknown")
 _QUESTION: Mapping[str, Any] = MappingProxyType({"role": "user", "content": "a question"})
 _ANSWER: Mapping[str, Any] = MappingProxyType({"role": "assistant", "content": "an answer"})
 # the ways to have no content: without the key as in transformers, null, and empty text
@@ -179,6 +180,22 @@ class TemplateProbes:
         followed = [*apart, _ANSWER, _QUESTION]
         shows_apart = all(self._shown(chat, *values) for chat in (apart, followed))
         return shows_apart and not self._shown([_QUESTION, both, *results], *values)
+
+    @cached_property
+    def needs_names(self) -> bool:
+        """True if a result needs the name of its function, which OpenAI's clients do not send:
+        without it the template fails, or writes a word for nothing in its place, as Gemma's.
+        """
+        unnamed = {key: value for key, value in _result().items() if key != "name"}
+        for tools in self._tools:
+            named, without = (
+                self._probe(_QUESTION, _call(*self.call_form), one, tools=tools)
+                for one in ({**unnamed, "name": _NAME}, unnamed)
+            )
+            words = [] if named is None else [named.replace(_NAME, word) for word in _NO_NAMES]
+            if named is not None and (without is None or (_NAME in named and without in words)):
+                return True
+        return False
 
     @cached_property
     def roles_with_parts(self) -> frozenset[str]:

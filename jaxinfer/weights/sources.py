@@ -158,7 +158,7 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
         files = checkpoint_files(folder, hf_config.get("transformers_weights"))
         checkpoint = SafetensorsCheckpoint(files)
         if checkpoint.leave_out(prediction_tensors(hf_config)):
-            progress.note(left_out(prediction_layers(hf_config)))
+            progress.note(left_out(max(prediction_layers(hf_config), 1)))
         if scheme is not None:
             from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
 

@@ -169,6 +169,14 @@ def test_a_key_of_the_whole_model_and_of_its_text_must_agree() -> None:
         text_config({**whole, "tie_word_embeddings": False})
 
 
+def test_token_ids_of_the_whole_model_win() -> None:
+    """Gemma 3 and 4 have 1 as the end of a text, and [1, 106] in the config around that."""
+    own = {**tiny_config("gemma4"), "eos_token_id": 1, "bos_token_id": 2}
+    whole = {"architectures": own["architectures"][1:], "text_config": own}
+    found = text_config({**whole, "eos_token_id": [1, 106], "bos_token_id": None})
+    assert (found["eos_token_id"], found["bos_token_id"]) == ([1, 106], 2)
+
+
 def test_an_unknown_architecture_names_the_nearest_known_ones() -> None:
     others = len(known_architectures()) - 3
     words = f"LamaForCausalLM is unknown; known are LlamaForCausalLM, .* and {others} others"

@@ -176,6 +176,36 @@ def test_a_budget_ends_thoughts_and_nothing_else(
         assert (reasoning, message["content"]) == ("", "one two three")
 
 
+@pytest.mark.parametrize("name", PROMPTS)
+def test_stop_strings_are_looked_for_after_the_thoughts(
+    servers: dict[str, Server], name: str
+) -> None:
+    """Models say in their thoughts what the answer must not contain."""
+    prompt = PROMPTS[name]
+    server, device = servers[prompt.template]
+    device.speak(prompt.before.replace("hm", "is 9.8\n\nless?") + "No: 9.8 is more")
+    body = chat_of(prompt, stop=["9.8", "\n\n"])
+    choice = ask(server, CHATS, **body)["choices"][0]
+    reasoning = (choice["message"].get("reasoning") or "").strip()
+    assert reasoning == prompt.reasoning.replace("hm", "is 9.8\n\nless?")
+    assert (choice["message"]["content"], choice["stop_reason"]) == ("No: ", "9.8")
+    chunks = events(server.post(CHATS, stream=True, **body))
+    assert joined(chunks, "content") == "No: "
+    assert joined(chunks, "reasoning").strip() == reasoning
+
+
+def test_a_budget_interrupts_no_call_in_thoughts(servers: dict[str, Server]) -> None:
+    server, device = servers["qwen3.5"]
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    call = "<tool_call>\n<function=f>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call>"
+    device.speak(f"hm\n{call}")
+    body = chat_of(PROMPTS["qwen3.5, opened"], thinking_token_budget=20, tools=[tool])
+    message = ask(server, CHATS, **body)["choices"][0]["message"]
+    (made,) = message["tool_calls"]
+    assert made["function"] == {"name": "f", "arguments": '{"n": 7}'}
+    assert (message["reasoning"], message["content"]) == ("hm", None)
+
+
 def test_a_model_that_does_not_think_is_not_led_to_think() -> None:
     """With a forced parser, whose format has thoughts: a form begins at once."""
     engine, device = scripted_engine("smollm2")
@@ -208,3 +238,31 @@ def test_marks_that_the_vocabulary_lacks_open_no_thoughts(parser: str, has_marks
     assert (thinking and (thinking.begin, thinking.end)) == (
         ((261,), (262,)) if has_marks else None
     )
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ("", (True, False)),
+        ("<|channel>thought\n", (True, True)),
+        ("<|channel>thought\n<channel|>", None),
+    ],
+)
+def test_gemma_4_may_think_again_after_the_results_of_its_calls(
+    end: str, state: tuple[bool, bool] | None
+) -> None:
+    """They are in the same turn, behind thoughts that have ended."""
+    tokenizer = load_tokenizer(tiny_tokenizer_spec())
+    found = answer_format("", tool_call_parser="gemma4", reasoning_parser="gemma4")
+    assert found is not None
+    prompt = (
+        "<|turn>model\n<|channel>thought\nhm\n<channel|><|tool_call>call:f{n:7}<tool_call|>"
+        f"<|tool_response>response:f{{a:1}}<tool_response|>{end}"
+    )
+    for sampling in (
+        SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)),
+        SamplingParams(stop="9"),
+    ):
+        reading = AnswerReading(found, prompt)
+        thinking = reading.constrained(sampling, ToolChoice(), None, tokenizer).thinking
+        assert (thinking and (bool(thinking.begin), thinking.is_open)) == state

@@ -47,6 +47,12 @@ PLACE, COUNT = {"$ref": "#/$defs/Place"}, {"$ref": "#/$defs/Count"}
         ({"type": ["integer", "string"]}, "02134", 2134),
         ({"type": ["string", "null"]}, "null", None),
         ({"type": "string"}, "null", "null"),
+        ({"type": "integer"}, "null", None),
+        ({"enum": [1, 2]}, "None", None),
+        ({"type": ["integer", "null"]}, "", None),
+        ({"type": ["string", "null"]}, "", ""),
+        ({"type": "array"}, "", ""),
+        ({}, "null", "null"),
         ({"type": "string"}, " a\n", " a\n"),
         ({"type": "object"}, "{'a': True, 'b': None}", {"a": True, "b": None}),
         ({"type": "array"}, "['x', (1, 2)]", "['x', (1, 2)]"),  # no value of JSON

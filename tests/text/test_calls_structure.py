@@ -297,6 +297,7 @@ def test_functions_that_cannot_be_enforced(
 
 
 THINKING = Thinking(begin=(1, 2), end=(3, 4), budget=2)
+WITH_CALLS = Thinking(end=(3,), is_open=True, budget=2, call_begin=(5, 6), call_end=(8,))
 
 
 @pytest.mark.parametrize(
@@ -315,6 +316,11 @@ THINKING = Thinking(begin=(1, 2), end=(3, 4), budget=2)
         (Thinking(end=(3,), is_open=True, budget=0), (), (None, 3, False)),
         (Thinking(end=(3,), is_open=True), (1,) * 99, (None, None, False)),
         (Thinking(end=(3,)), (), (None, None, True)),
+        # a call that has begun is not interrupted
+        (WITH_CALLS, (5, 5, 6, 7, 7), (None, None, False)),
+        (WITH_CALLS, (5, 6, 7, 7, 8), (None, 3, False)),
+        (WITH_CALLS, (5, 6, 7, 3), (None, None, True)),
+        (WITH_CALLS, (5, 7, 6), (None, 3, False)),
     ],
 )
 def test_thoughts(thinking: Thinking, tokens, state) -> None:

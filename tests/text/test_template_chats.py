@@ -188,3 +188,32 @@ def test_thoughts_beside_text_and_a_call_are_in_the_prompt() -> None:
     for name in ("gpt-oss", "qwen3", "qwen3.5", "glm-4.6"):
         prompt = template(name).render(chat)
         assert prompt.count("HMM") == prompt.count("LOOKING") == 1, name
+
+
+NAMED = (
+    "{% for one in messages %}{% if one.role == 'tool' %}response:{{ NAME }}{{ '{' }}"
+    "{{ one.content }}}{% else %}{{ one.content or '' }}{% for call in one.tool_calls or [] %}"
+    "{{ call.function.name }}{{ call.function.arguments|tojson }}{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("one.name", "g"),
+        ("one['name']", "g"),
+        ("one.get('name')", "g"),
+        ("one.name | default('unknown')", "g"),
+        ("one.name if one.name is defined else raise_exception('no name')", "g"),
+        ("one.get('name') or 'tool'", "tool"),  # as Kimi-K2's, which means it
+        ("'tool'", "tool"),
+    ],
+)
+def test_results_have_names_where_a_template_needs_them(name: str, written: str) -> None:
+    """Gemma's do, and OpenAI's clients send only the id of the call."""
+    made = ChatTemplate(NAMED.replace("NAME", name))
+    chat = [user(), calling(call("g", "{}", OTHER_ID), call()), result("7", OTHER_ID)]
+    assert made.render(chat).endswith(f"response:{written}{{7}}")
+    given = {**result("7", OTHER_ID), "name": "h"}
+    assert made.render([*chat[:2], given]).endswith(f":{'tool' if name == "'tool'" else 'h'}{{7}}")

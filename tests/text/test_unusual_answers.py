@@ -55,6 +55,11 @@ def tagged(call: str) -> str:
     return f"<tool_call>{call}</tool_call>"
 
 
+def coder(*lines: str, after: str = "</function>") -> str:
+    """A call in Qwen3-Coder's form with these lines in it, and the end ``after`` them."""
+    return "\n".join(("<tool_call>\n<function=f>", *lines, after, "</tool_call>"))
+
+
 LLAMA = '{"name": "f", "parameters": {"n": 7}}'
 LIST = '[{"name": "f", "arguments": {"n": 7}}]'
 
@@ -94,7 +99,38 @@ LIST = '[{"name": "f", "arguments": {"n": 7}}]'
         ("glm45", "<tool_call>f</tool_call>", Message(calls=(("f", {}),))),
         ("qwen3_coder", "<function=f>\n<parameter=n>\n7\n</function>", CALL),
         ("qwen3_coder", "use <function=f> to call", None),
+        # closing tags that Qwen3.5 and 3.6 leave out or write once more
+        ("qwen3_coder", coder("<parameter=n>", "7"), CALL),
+        ("qwen3_coder", coder("<parameter=n>", "7", "</parameter>", "</parameter>"), CALL),
+        ("qwen3_coder", coder("</parameter>", "<parameter=n>", "7", "</parameter>"), CALL),
+        *(
+            ("qwen3_coder", coder(f"<parameter=n>\n7\n{end}", after=after), CALL)
+            for end in ("</parameter>", "")
+            for after in ("</function>\n</function>", "</function>\n</function_invocation>", "")
+        ),
+        ("qwen3_coder", coder("<parameter=s>", "</function>", "</parameter>", after=""),
+         Message(calls=(("f", {"s": "</function>"}),))),
+        ("qwen3_coder", coder(after=""), Message(calls=(("f", {}),))),
+        # no value, in a format without a word for that
+        ("qwen3_coder", coder("<parameter=n>", "</parameter>"), Message(calls=(("f", {}),))),
+        ("qwen3_coder", coder("<parameter=n>", "None", "</parameter>"),
+         Message(calls=(("f", {"n": None}),))),
+        ("qwen3_coder", coder("<parameter=s>", "</parameter>"),
+         Message(calls=(("f", {"s": ""}),))),
+        ("glm45", tagged("f\n<arg_key>n</arg_key>\n<arg_value></arg_value>"),
+         Message(calls=(("f", {}),))),
         ("gemma4", "<|tool_call>call:f{n:7}<tool_call|>", CALL),
+        # Python's syntax, and strings without marks
+        *(
+            ("gemma4", f"<|tool_call>call:f{{{text}}}<tool_call|>", Message(calls=(("f", value),)))
+            for text, value in (
+                ("a:['b, c', <|\"|>'<|\"|>]", {"a": ["b, c", "'"]}),
+                ("a:{'b': 'c', d:True}", {"a": {"b": "c", "d": True}}),
+                ("a:[b c, 1.5,None]", {"a": ["b c", 1.5, None]}),
+                ("a:'b',n:7", {"a": "b", "n": 7}),
+                ("a:it's,n:7", {"a": "it's", "n": 7}),
+            )
+        ),
         ("gemma4", "<|tool_call>call:f{s:a b}<tool_call|>", Message(calls=(("f", {"s": "a b"}),))),
         ("gemma4", "<|tool_call>call:f{n:}<tool_call|>", None),
         ("kimi_k2", '<|tool_call_begin|>f<|tool_call_argument_begin|>x<|tool_call_end|>', None),
@@ -147,6 +183,26 @@ def test_a_call_ends_the_thoughts(name: str) -> None:
     for between in ("", "\n\n"):
         parts = parts_of(format_of(name), prompt, "hm <tool_call> x" + between + calls[name])
         assert message_of(parts) == Message("", ONE, "hm <tool_call> x")
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "call", "end"),
+    [
+        ("qwen3_coder", "<|im_start|>assistant\n<think>", coder("<parameter=n>", "7"), "</think>"),
+        ("hermes", "<|im_start|>assistant\n<think>", tagged(LIST[1:-1]), "</think>"),
+        ("gemma4", "<|turn>model\n<|channel>thought\n", "<|tool_call>call:f{n:7}<tool_call|>",
+         "<channel|>"),
+    ],
+)  # fmt: skip
+def test_thoughts_end_behind_the_calls_in_them(name: str, prompt: str, call: str, end: str) -> None:
+    """Qwen3.5 does so: the mark that ends its thoughts is no content. It is once."""
+    found = format_of(name)
+    for text, content in ((f"\n{end}\n\n", ""), (f"{call}\n{end}\n\nA", "A")):
+        message = message_of(parts_of(found, prompt, f"hm\n{call}{text}"))
+        assert (message.content, message.reasoning) == (content, "hm")
+        assert message.calls == ONE * (1 + bool(content))
+    message = message_of(parts_of(found, prompt, f"hm\n{call}{end}A {end}"))
+    assert message == Message(f"A {end}", ONE, "hm")
 
 
 R1 = "{{'<｜Assistant｜>'}}{% set x = content.split('</think>') %}"  # of R1-0528 and its distills

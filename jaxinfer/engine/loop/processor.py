@@ -11,6 +11,7 @@ from jaxinfer.core.step import TokenEvent, TokenLogprobs
 from jaxinfer.engine.loop.loop import LOGGER
 from jaxinfer.engine.requests.outputs import Delta, Logprob, PositionLogprobs, WeightSpan
 from jaxinfer.text.detokenize import IncrementalDetokenizer, StopStrings
+from jaxinfer.text.grammar.thinking import ThoughtTracker
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
@@ -29,6 +30,9 @@ class SequenceProcessor:
         self._request = request
         self._tokenizer = tokenizer
         self._num_tokens = 0
+        thinking = request.sampling.thinking if request.sampling.stop else None
+        self._thoughts = None if thinking is None else ThoughtTracker(thinking)
+        self._is_before_content = False  # within thoughts, or the white space after them
 
     def process(self, event: TokenEvent, weight_version: int = 0) -> Delta:
         """The delta of one event, whose tokens were drawn with weights of this version. A matching
@@ -89,7 +93,18 @@ class SequenceProcessor:
         ends = event.finish_reason is FinishReason.STOP and token_id in self._request.stop_ids
         if ends and not self._request.sampling.include_stop_str_in_output:
             return ""
-        return self._look_for_stop(self._detokenizer.push((token_id,)))
+        text = self._detokenizer.push((token_id,))
+        if self._thoughts is not None:
+            self._follow_thoughts(self._thoughts, token_id, text)
+        return self._look_for_stop(text)
+
+    def _follow_thoughts(self, thoughts: ThoughtTracker, token_id: int, text: str) -> None:
+        was_open = thoughts.is_open
+        thoughts.push(token_id)
+        if was_open or thoughts.is_open:
+            self._is_before_content = True
+        elif text.strip():
+            self._is_before_content = False
 
     def _flush(self) -> str:
         if self._detokenizer is None:
@@ -99,8 +114,10 @@ class SequenceProcessor:
 
     def _look_for_stop(self, text: str) -> str:
         """The text that can be returned now. As in vLLM, a stop string ends the sequence if it ends
-        after ``min_tokens`` tokens; it may begin earlier.
+        after ``min_tokens`` tokens; it may begin earlier. In thoughts there are no stop strings.
         """
+        if self._is_before_content:
+            return text
         may_end = self._num_tokens > self._request.sampling.min_tokens
         text, self.matched_stop = self._stop.push(text, may_end=may_end)
         return text

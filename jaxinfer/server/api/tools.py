@@ -146,8 +146,8 @@ class AnswerReading:
         self, sampling: SamplingParams, choice: ToolChoice, budget: int | None, tokenizer: Tokenizer
     ) -> SamplingParams:
         """The sampling parameters of the answers: calls that are required are enforced, and so are
-        the arguments of strict functions; forms and the ``budget`` of thoughts follow the format's
-        marks. Raises ``ApiError``.
+        the arguments of strict functions; forms, stop strings and the ``budget`` of thoughts follow
+        the format's marks. Raises ``ApiError``.
         """
         form, calls = sampling.structured_outputs, self.format.calls
         structured = form
@@ -175,7 +175,7 @@ class AnswerReading:
         has_form = form is not None and tag is None  # after the mark of the content
         # the marks of calls and thoughts may be special tokens
         changed = {"structured_outputs": structured, "skip_special_tokens": False}
-        if structured is not None or budget is not None:
+        if structured is not None or budget is not None or sampling.stop:
             changed["thinking"] = self._thinking(budget, tokenizer, has_form=has_form)
         return msgspec.structs.replace(sampling, **changed)
 
@@ -202,19 +202,23 @@ class AnswerReading:
         if answer and parser.in_content:
             return None  # the prompt has begun the content
         begun, knows_start = found.template.begun_answer(self.prompt)
+        begun = found.template.after_results(begun)  # after which the model may think again
         is_over = not is_open and (
             found.think_end in begun if knows_start else begun.rstrip().endswith(found.think_end)
         )
         thinks = bool(found.think_end) and not is_over
         if not thinks and not answer:
             return None
-
+        calls = self.format.calls if self.tools else None
+        call_begin, call_end = ("", "") if calls is None else calls.marks
         return Thinking(
             begin=encoded(found.think_begin) if thinks else (),
             end=encoded(found.think_end) if thinks else (),
             is_open=is_open,
             budget=budget,
             answer=encoded(answer),
+            call_begin=encoded(call_begin),
+            call_end=encoded(call_end),
         )
 
     def parser(self) -> AnswerParser:

@@ -179,8 +179,10 @@ def _constrained(
     if request.form_field is None and choice.tools:
         call.form_field = "tools"
     found = reading.constrained(sampling, choice, budget, call.service.tokenizer)
-    if request.use_beam_search and (found.structured_outputs or found.thinking) is not None:
-        wrong = "tools" if found.structured_outputs is not None else request.budget_field
+    has_form = found.structured_outputs is not None
+    has_budget = found.thinking is not None and found.thinking.budget is not None
+    if request.use_beam_search and (has_form or has_budget):
+        wrong = "tools" if has_form else request.budget_field
         raise field_error(
             wrong,
             f"{wrong} cannot be used with use_beam_search, which enforces no form of answers; "

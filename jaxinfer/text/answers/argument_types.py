@@ -13,6 +13,7 @@ from jaxinfer.text.answers.python_calls import read_python_value
 from jaxinfer.text.answers.strict_json import strict_json
 
 type Schema = Mapping[str, Any]
+_NULLS = ("null", "None")
 _BY_KEYWORD = (
     ("properties", "object"),
     ("additionalProperties", "object"),
@@ -102,7 +103,8 @@ def is_plain_text(schema: Any, root: Any = None) -> bool:
 
 def typed(value: Any, schema: Any, root: Any = None) -> Any:
     """A text as the value of the schema that it is: one of the listed values, else null, else the
-    first of the types that fits it, else as it is. ``root``: the document of references.
+    first of the types that fits it, else as it is. Nothing, and null of another type than text, is
+    None, where that can be meant. ``root``: the document of references.
     """
     types = types_of(schema, root)
     if isinstance(value, list):
@@ -119,7 +121,17 @@ def typed(value: Any, schema: Any, root: Any = None) -> Any:
             return _as_type(value, name)
         except ValueError:
             continue
-    return value
+    return None if _is_absent(value, types) else value
+
+
+def _is_absent(text: str, types: Sequence[str]) -> bool:
+    """True if a text of these types says that there is no value: null, which models also write
+    for types that do not allow it, or, if it may be null, nothing.
+    """
+    if not types or "string" in types:
+        return False
+    word = text.strip()
+    return word in _NULLS or (not word and "null" in types)
 
 
 def _as_type(text: str, name: str) -> Any:
@@ -136,7 +148,7 @@ def _as_type(text: str, name: str) -> Any:
             return int(number) if name == "integer" else number
         case "boolean" if word.lower() in ("true", "false", "1", "0"):
             return word.lower() in ("true", "1")
-        case "null" if word in ("null", "None"):
+        case "null" if word in _NULLS:
             return None
         case "object" | "array":
             value = _read(word)

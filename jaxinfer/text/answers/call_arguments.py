@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import regex
 
-from jaxinfer.text.answers.argument_types import is_plain_text, typed
+from jaxinfer.text.answers.argument_types import is_plain_text, typed, types_of
 from jaxinfer.text.answers.call_parts import (
     CallArguments,
     CallBegin,
@@ -162,9 +162,11 @@ def tags(source: Source, name: str, args: Mapping[str, Any], schema: Any) -> Rea
     """Arguments as tags. ``args``: ``argument`` is the pattern of a tag before a value, with the
     groups ``key`` and, if it says whether the value is text, ``string``; ``value_end`` that after
     the value, and ``call_end`` that after the last one. A model may leave out the last marks.
+    ``stray``: marks at the end of a value that can be no part of it, unless it is text.
     """
     tag = regex.compile(f"(?:{args['argument']})|(?P<end>{args['call_end']})", regex.DOTALL)
     value_end = regex.compile(args["value_end"], regex.DOTALL)
+    stray = regex.compile(rf"(?:{args['stray']})\s*\Z") if "stray" in args else None
     arguments = _Arguments(name)
     yield from source.skip_space()
     found = yield from source.read(tag)
@@ -173,7 +175,7 @@ def tags(source: Source, name: str, args: Mapping[str, Any], schema: Any) -> Rea
     while found is not None and found["end"] is None:
         is_text = found.groupdict().get("string") != "false"
         ends = yield from _tagged(
-            source, found["key"], value_end, arguments, schema, is_text=is_text
+            source, found["key"], value_end, arguments, schema, is_text=is_text, stray=stray
         )
         if not ends and source.is_cut:
             found = None
@@ -190,9 +192,11 @@ def _tagged(
     schema: Any,
     *,
     is_text: bool,
+    stray: regex.Pattern[str] | None,
 ) -> Reading[bool]:
     """One argument, whose tag has been read; False if the answer ends within it. ``is_text``: what
-    the model says of it, which counts if the schema does not describe it.
+    the model says of it, which counts if the schema does not describe it. An empty value whose
+    type has none is left out: so models write that there is no such argument.
     """
     listed = schema.get("properties")
     described = cast("Mapping[str, Any]", listed) if isinstance(listed, Mapping) else {}
@@ -202,6 +206,11 @@ def _tagged(
     text, found = yield from source.held_before(end)
     if found is None and source.is_cut:
         return False
+    if stray is not None:
+        text = stray.sub("", text)
+    types = types_of(described[key], schema) if key in described else ()
+    if types and not text.strip() and not {"string", "null"} & {*types}:
+        return found is not None
     value = typed(text, described[key], schema) if key in described else _json_or_text(text)
     yield from arguments.key(key)
     yield CallArguments(argument_text(value))

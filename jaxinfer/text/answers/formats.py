@@ -14,6 +14,8 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
+import regex
+
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.text.answers.template import ResponseTemplate, read_template
 
@@ -54,6 +56,7 @@ _REASONING_ALIASES: Mapping[str, str] = MappingProxyType(
         **{"openai_gptoss": "openai", "gpt_oss": "openai", "harmony": "openai"},
     }
 )
+_LAST_MARK = regex.compile(r"<[^<>]+>\s*\Z")
 # where an answer begins in the prompts of the usual chat templates
 _START = (
     r"<\|im_start\|>assistant\n|<｜Assistant｜>|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
@@ -91,6 +94,12 @@ class CallText:
     # call or none
     answer_begin: str = ""
     answer_end: str = ""
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """The marks that begin and end a call, or all calls; empty if there are none."""
+        end = _LAST_MARK.search(self.after or self.end)
+        return (self.triggers[0] if self.triggers else "", end[0].strip() if end else "")
 
     @property
     def is_generic(self) -> bool:

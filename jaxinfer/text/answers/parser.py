@@ -45,7 +45,7 @@ _TEXT = regex.compile(r"\S")
 
 class _Found(NamedTuple):
     """An anchor in the buffer: a field begins or ends, begun thoughts are opened again, or a
-    special token is left out.
+    special token is left out, as is the end of thoughts that a call has ended before.
     """
 
     kind: _Kind
@@ -94,6 +94,7 @@ class AnswerParser:
         self._skips_space = False  # a mark at the prompt's end has the white space after it
         self._own = len(self._buffer)  # where the answer's own text begins, after the prompt's
         self._has_answered = False  # with content or a call
+        self._unclosed: Field | None = None  # thoughts that a call has ended
         if template.thinks_first and is_new:
             self._enter(next(one for one in template.fields if one.has_reasoning))
         self._is_prompt = True
@@ -169,7 +170,11 @@ class AnswerParser:
                 stays = found.kind == "hidden" or self._field is self._implicit
                 self._start, self._scan = end, end + (stays and start == end)
                 if not stays:
+                    by_call = self.in_reasoning and not found.match[0].strip()
+                    self._unclosed = self._field if by_call else None
                     self._enter(self._implicit)
+                elif found.field is not None and found.match[0].strip():
+                    self._unclosed = None
 
     # fields
 
@@ -252,6 +257,10 @@ class AnswerParser:
             yield "again", field, field.open
         if field is not None and field.close is not None:
             yield "close", field, field.close
+        if self._unclosed is not None and field is self._implicit:
+            # the model ends its thoughts behind the calls in them
+            assert self._unclosed.close is not None
+            yield "hidden", self._unclosed, self._unclosed.close
         if self._hidden is not None:
             yield "hidden", None, Anchor(self._hidden, is_final=True)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import regex
 
 from jaxinfer.text.answers.argument_types import typed
-from jaxinfer.text.answers.python_calls import read_python_calls
+from jaxinfer.text.answers.python_calls import read_python_calls, read_python_value
 from jaxinfer.text.answers.strict_json import JsonStringReader, strict_json
 
 
@@ -28,6 +28,13 @@ class Call(NamedTuple):
 
 type Arguments = Mapping[str, Any]
 type Reader = Callable[[str, Arguments], Any]
+
+_JSON_STRING = r'(?P<json>"(?:\\.|[^"\\])*+")'
+_PYTHON_STRING = r"(?P<python>'(?:\\.|[^'\\])*+')(?=\s*(?:[\[\]{},:]|\Z))"
+_WORD = r'[^\s\[\]{},:"][^\[\]{},:"]*'
+_PYTHON_WORDS: Mapping[str, str] = MappingProxyType(
+    {"True": "true", "False": "false", "None": "null"}
+)
 
 
 def _read_text(text: str, args: Arguments) -> str:
@@ -55,13 +62,50 @@ def _read_json(text: str, args: Arguments) -> Any:
 
 
 def read_dialect(text: str, args: Arguments) -> Any:
-    """The value of an argument in a dialect of JSON; a word that is none is text."""
+    """The value of an argument in a dialect of JSON, in which models also write strings and words
+    as in Python, and strings without marks; a word that is none of these is text.
+    """
     try:
         return strict_json(_standard_json(text, args))
+    except ValueError:
+        pass
+    try:
+        return strict_json(_with_words(text, args))
     except ValueError:
         if regex.search(r'["\[\]{}]|^\s*$', text):
             raise
         return text.strip()
+
+
+def _with_words(text: str, args: Arguments) -> str:
+    """The text of a dialect in standard JSON, in which everything between marks, quotes and
+    punctuation is a number, a word of JSON or Python, or a string.
+    """
+    marks = [
+        f"{regex.escape(a)}(?P<marked>.*?){regex.escape(b)}"
+        for a, b in args.get("string_delims", ())
+    ]
+    pattern = "|".join((*marks, _JSON_STRING, _PYTHON_STRING, _WORD))
+
+    def standard(found: regex.Match[str]) -> str:
+        if (text := found.groupdict().get("marked")) is not None:
+            return json.dumps(text)
+        if found["json"] is not None:
+            return found[0]
+        if found["python"] is not None:
+            return json.dumps(read_python_value(found[0]))
+        word = found[0].strip()
+        return _PYTHON_WORDS.get(word) or (word if _is_json(word) else json.dumps(word))
+
+    return regex.sub(pattern, standard, text, flags=regex.DOTALL)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        strict_json(text)
+    except ValueError:
+        return False
+    return True
 
 
 # a whole string, or a key that has no quotes

@@ -14,6 +14,8 @@ class ThoughtTracker:
         self._matched = 0  # tokens of the closing mark that the last tokens are
         self._opened = 0  # tokens of the mark that may open the thoughts
         self._answered = 0  # tokens of the mark before the answer
+        self._in_call = False  # within the thoughts
+        self._called = 0  # tokens of the mark that begins or ends a call that the last tokens are
         self.is_open = thinking.is_open
         self._may_think = bool(thinking.begin) and not self.is_open
         self._may_answer = True  # the tokens since the beginning, or the thoughts, are its mark's
@@ -37,9 +39,11 @@ class ThoughtTracker:
 
     @property
     def forced(self) -> int | None:
-        """The only token that may be next: past the budget that of the mark that ends thoughts."""
+        """The only token that may be next: past the budget that of the mark that ends thoughts, but
+        not in the middle of a call.
+        """
         budget = self._thinking.budget
-        if not self.is_open or budget is None or self._num_tokens < budget:
+        if not self.is_open or budget is None or self._num_tokens < budget or self._in_call:
             return None
         return self._thinking.end[self._matched]
 
@@ -66,11 +70,26 @@ class ThoughtTracker:
 
     def _push_thought(self, token_id: int) -> None:
         self._num_tokens += 1
+        self._follow_call(token_id)
         end = self._thinking.end
-        if token_id != end[self._matched]:
-            self._matched = 0
-        self._matched += token_id == end[self._matched]
+        self._matched = _matched(end, self._matched, token_id)
         if self._matched == len(end):
             self.is_open = False
             self._answered, self._may_answer = 0, True
             self.is_over = not self._thinking.answer
+
+    def _follow_call(self, token_id: int) -> None:
+        thinking = self._thinking
+        mark = thinking.call_end if self._in_call else thinking.call_begin
+        if not mark:
+            return
+        self._called = _matched(mark, self._called, token_id)
+        if self._called == len(mark):
+            self._in_call, self._called = not self._in_call, 0
+
+
+def _matched(mark: tuple[int, ...], count: int, token_id: int) -> int:
+    """How many tokens of a mark the last ones are, of which ``count`` have been its beginning."""
+    if token_id != mark[count]:
+        count = 0
+    return count + (token_id == mark[count])
