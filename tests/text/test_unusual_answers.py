@@ -111,6 +111,10 @@ LIST = '[{"name": "f", "arguments": {"n": 7}}]'
         ("qwen3_coder", coder("<parameter=s>", "</function>", "</parameter>", after=""),
          Message(calls=(("f", {"s": "</function>"}),))),
         ("qwen3_coder", coder(after=""), Message(calls=(("f", {}),))),
+        ("qwen3_coder", f"a\n{tagged(LIST[1:-1])}\n" + coder("<parameter=n>", "7"),
+         Message("a", ONE * 2)),
+        ("qwen3_coder", f"<think>hm\n{tagged(LIST[1:-1])}\n</think>\n\n", Message("", ONE, "hm")),
+        ("qwen3_coder", '<tool_call>{"a": 1}</tool_call>', None),
         # no value, in a format without a word for that
         ("qwen3_coder", coder("<parameter=n>", "</parameter>"), Message(calls=(("f", {}),))),
         ("qwen3_coder", coder("<parameter=n>", "None", "</parameter>"),
