@@ -31,7 +31,7 @@ from jaxinfer.exec.tiers.mover import SINK, Pools
 MAX_WIDTH = 256  # units of a block
 WORD = np.dtype(np.uint32)  # of a block: XLA copies a word in the time of a byte
 _SINK_UNIT = TierUnit(bytes(DIGEST_SIZE), SINK)
-NUM_BLOCKS = 4  # of loads: while one is unpacked behind two steps, others are copied
+NUM_BLOCKS = 3  # of loads: while one is unpacked behind two steps, others are copied
 
 
 def block_sizes(pools: Pools) -> tuple[dict[int | None, int], int]:
