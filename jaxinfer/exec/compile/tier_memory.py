@@ -7,10 +7,10 @@ from operator import mul
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.exec.compile.program import Program
 
-# Units of tiers are copied in blocks of so many bytes, or of one unit: three for loads, and what XLA
-# needs to pack or unpack one (``exec.tiers.device_mover``). An unpacking call has a kernel for each
-# array of the layers: with half the bytes 16,384 tokens of Qwen3-4B came at 40 GB/s, so at 49 of an
-# H200's 55.
+# Units of tiers are copied in blocks of so many bytes, or of one unit: three for loads, and what
+# XLA needs to pack or unpack one (``exec.tiers.device_mover``). An unpacking call has a kernel for
+# each array of the layers: with half the bytes 16,384 tokens of Qwen3-4B came at 40 GB/s, so at 49
+# of an H200's 55.
 TIER_BLOCK_BYTES = 128 << 20
 NUM_TIER_BLOCKS = 5
 
