@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-type Keys = Mapping[str, Any]
+Keys = Mapping[str, Any]  # no type statement: these files are made with Python 3.11
 
 _KINDS = {
     **{"s": "sliding_attention", "f": "full_attention", "l": "linear_attention", "c": "conv"},
