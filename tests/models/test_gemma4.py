@@ -170,7 +170,6 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
     [
         ({"layer_types": ["chunked_attention"] * 4}, "'layer_types' must hold"),
         ({"hidden_activation": "prelu"}, "'hidden_activation' is 'prelu'; known activations"),
-        ({"hidden_activation": "relu"}, "'hidden_activation' is 'relu', and experts have only"),
         ({"use_bidirectional_attention": "all"}, "'use_bidirectional_attention' is 'all'"),
         ({"rope_parameters": ROPE}, "'rope_parameters' is .* needs a section for each of"),
         ({"rope_parameters": {FULL: ROPE}}, "'rope_parameters' is .* needs a section for each of"),
