@@ -42,7 +42,7 @@ from jaxinfer.weights import wheel
 from jaxinfer.weights.catalog import find_model
 
 PEERS = {"transformers": "transformers_peer.py", "llama.cpp": "llama_cpp_peer.py"}
-BATCHES = (1, 4, 8)
+BATCHES = (1, 4, 8, 16)
 PROMPT_TOKENS = 64
 NEW_TOKENS = 64
 BENCH = Path(__file__).parents[1]
