@@ -86,7 +86,8 @@ def find_gguf(model: str) -> Path:
 
 def make_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     """``max(BATCHES)`` prompts of PROMPT_TOKENS tokens each."""
-    turned = [SENTENCES[i:] + SENTENCES[:i] for i in range(max(BATCHES))]
+    orders = SENTENCES, SENTENCES[::-1]
+    turned = [own[i:] + own[:i] for own in orders for i in range(len(own))][: max(BATCHES)]
     return [tokenizer.encode(" ".join(text))[:PROMPT_TOKENS] for text in turned]
 
 
