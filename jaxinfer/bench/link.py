@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxinfer import AsyncLLM
 
-NUM_BYTES = 64 << 20  # of a copy: as many as a block of a tier
+NUM_BYTES = 64 << 20  # of a copy: long enough for the link's full rate
 NUM_COPIES = 8  # of a run, queued at once
 NUM_RUNS = 4
 

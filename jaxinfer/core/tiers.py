@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 DIGEST_SIZE = 16  # bytes; 128 bits make a chance collision of contents irrelevant
-MAX_SAVES = 2  # of calls, in flight: beside these only what must be saved is saved
+MAX_SAVING_CALLS = 2  # in flight: beside the saves of these only what must be saved is saved
 CERTAIN = 0.6  # of the time to compute: a prefix is restored if that takes less
 SNAPSHOTS = 255  # the group of units that are saved states; groups of pages have lower numbers
 

@@ -104,7 +104,7 @@ def experts_config(
 
 
 def expert_activation(name: str) -> Activation:
-    """What experts with gates do with a gate and an up, by the name of the gate's activation."""
+    """The function of a gate and an up in experts, by the name of the gate's activation."""
     return Activation(kind=f"{GATED}relu2" if name == "relu2" else name)
 
 

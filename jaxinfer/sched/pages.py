@@ -223,7 +223,7 @@ class PageWriter:
         return found
 
     def next_unsaved(self, count: int) -> tuple[list[int], list[bytes]]:
-        """Of the pages that ``take(count)`` returns the fresh ones, and the keys of those that it
+        """The fresh pages among those that ``take(count)`` returns, and the keys of those that it
         evicts before they were offered.
         """
         fresh: list[int] = self._fresh.array()[self._fresh_head :][:count].tolist()

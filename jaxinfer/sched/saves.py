@@ -15,7 +15,7 @@ from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import StepPlan
 from jaxinfer.core.tiers import (
-    MAX_SAVES,
+    MAX_SAVING_CALLS,
     SNAPSHOTS,
     Load,
     SaveAhead,
@@ -50,7 +50,7 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
     ``SaveAhead``.
     """
     moves, limits = draft.moves, draft.limits
-    may_save = len(moves.saving) < MAX_SAVES  # besides what must be, or launching would wait
+    may_save = len(moves.saving) < MAX_SAVING_CALLS  # besides what must be, or launching would wait
     page_bytes = {group.pool: policy.unit_bytes[i] for i, group in enumerate(limits.groups)}
     left, share = policy.most_save_bytes if may_save else 0, policy.watermark
     left -= policy.num_bytes(unit.key for unit in moves.saves)

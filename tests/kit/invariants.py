@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from jaxinfer.core.step import ScheduledSeq, StepPlan
 from jaxinfer.core.tiers import (
-    MAX_SAVES,
+    MAX_SAVING_CALLS,
     SNAPSHOTS,
     SaveAhead,
     TierOrders,
@@ -68,10 +68,10 @@ def check_ahead(state: SchedulerState, orders: TierOrders, ahead: SaveAhead) -> 
 
 
 def check_waits(state: SchedulerState, orders: TierOrders, step: StepPlan | None) -> None:
-    """Check that where ``MAX_SAVES`` saves were in flight only those are added that a step cannot
+    """Check that where ``MAX_SAVING_CALLS`` saves were in flight only those are added that a step cannot
     be launched without: pages to which it writes, and states that it replaces.
     """
-    if len(state.saving) <= MAX_SAVES or not orders.saves:
+    if len(state.saving) <= MAX_SAVING_CALLS or not orders.saves:
         return
     rows = () if step is None else step.rows
     groups = [(group, own) for row in rows for group, own in enumerate(row.pages)]

@@ -65,7 +65,7 @@ def test_rows_in_other_parts_have_to_be_all() -> None:
 
 
 def test_tensors_without_elements_are_ignored() -> None:
-    """Of no experts that all tokens use, which are a network of no columns."""
+    """A file without experts that all tokens use has their network with no columns."""
     config = {**tiny_config("glm4_moe"), "n_shared_experts": 0}
     model = build_model(config, "float32")
     tensors = random_hf_tensors(model)
