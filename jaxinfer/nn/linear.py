@@ -87,9 +87,13 @@ class Norm:
         """The same with the sum over devices, if a kernel does both; else None."""
         if self.kind != "rms" or not isinstance(own := stream.delta, Addends):
             return None
-        norm = self._of(stream.x, own.partials)
-        whose: Any = {"peers": own.peers, "axis": own.axis, "pins": own.pins}
-        args = AllReduceNormArgs(norm=norm, before_gemm=before_gemm, **whose)
+        args = AllReduceNormArgs(
+            norm=self._of(stream.x, own.partials),
+            peers=own.peers,
+            axis=own.axis,
+            before_gemm=before_gemm,
+            pins=own.pins,
+        )
         return args if is_fused(args) else None
 
     def joins_gemm(self, stream: Stream) -> bool:

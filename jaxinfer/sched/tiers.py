@@ -33,9 +33,8 @@ from jaxinfer.sched.snapshots import SnapshotPool
 from jaxinfer.sched.state import Draft
 
 IN_TIER = -1  # in place of a page's id
-NUM_LOOKS = (
-    2  # at a load, between steps of others: its units are copied, and then are on the device
-)
+# At a load, between steps of others: its units are copied, and then they are on the device.
+NUM_LOOKS = 2
 
 
 class TieredPages(NamedTuple):
