@@ -68,8 +68,8 @@ def check_ahead(state: SchedulerState, orders: TierOrders, ahead: SaveAhead) -> 
 
 
 def check_waits(state: SchedulerState, orders: TierOrders, step: StepPlan | None) -> None:
-    """Check that where ``MAX_SAVING_CALLS`` saves were in flight only those are added that a step cannot
-    be launched without: pages to which it writes, and states that it replaces.
+    """Check that where the saves of ``MAX_SAVING_CALLS`` were in flight only those are added that a
+    step cannot be launched without: pages to which it writes, and states that it replaces.
     """
     if len(state.saving) <= MAX_SAVING_CALLS or not orders.saves:
         return
