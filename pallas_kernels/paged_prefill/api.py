@@ -12,12 +12,14 @@ from pallas_kernels.lib.checks import check_paged
 from pallas_kernels.lib.page_scales import check_scales
 from pallas_kernels.native import attention
 from pallas_kernels.paged_prefill import cases, launch, ref, xla
+from pallas_kernels.paged_prefill.converted import launch as converted_launch
 from pallas_kernels.paged_prefill.fixed import launch as fixed_launch
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 _mosaic = imported_when_called(
     "pallas_kernels.paged_prefill.mosaic", "paged_prefill", launch.result_shapes
 )
+_converted = imported_when_called("pallas_kernels.paged_prefill.converted.triton", "paged_prefill")
 _split = imported_when_called("pallas_kernels.paged_prefill.split.triton", "paged_prefill")
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
 _triton_fixed = imported_when_called("pallas_kernels.paged_prefill.fixed.triton", "paged_prefill")
@@ -44,6 +46,13 @@ OP = KernelOp(
             _without_arrivals(_mosaic),
             platforms=("gpu",),
             supports=launch.mosaic_supports,
+        ),
+        Impl(
+            "converted",
+            _without_arrivals(_converted),
+            platforms=("gpu",),
+            supports=converted_launch.supports,
+            workspace=converted_launch.workspace,
         ),
         Impl(
             "triton",

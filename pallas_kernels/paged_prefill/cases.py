@@ -155,10 +155,38 @@ def _fp8() -> tuple[PagedCase, ...]:
     steps = _prompt_steps(
         *(("t8192_ctx8192", 1, 8192, 8192, 16), ("t8192_32x256", 32, 256, 256, 16)),
         ("t512_ctx512", 1, 512, 512, 16),
+        ("t8192_ctx16384", 1, 8192, 16384, 16),
+        # the converted pages of four rows of eight fit: see ``converted.launch``
+        ("t1024_8x128_ctx16384", 8, 128, 16384, 16),
     )
+    # of the converted pages 15 are those of the first three rows, or of two
+    ragged = (70, 0, 150, 90, 9), (66, 0, 3, 20, 9)
+    # The second row's window begins with a block of 128 keys, but its first tile one key earlier.
+    windows = (21, 316, 150), (9, 21, 40)
     return (
         *cases,
         *(replace(x, name=f"{x.name}_bf16", dtype="bfloat16", tags=("full",)) for x in cases),
+        PagedCase("smollm2_tp3_ragged_fp8", _SMOL_TP3, *ragged, tags=("full",), **fp8),
+        PagedCase(
+            "smollm2_tp3_ragged_fp8_bf16",
+            _SMOL_TP3,
+            *ragged,
+            dtype="bfloat16",
+            tags=("full",),
+            **fp8,
+        ),
+        *(
+            PagedCase(
+                f"smollm2_tp3_ragged_window_fp8{suffix}",
+                _SMOL_TP3,
+                *windows,
+                window=40,
+                dtype=dtype,
+                tags=("full",),
+                **fp8,
+            )
+            for suffix, dtype in (("", "float32"), ("_bf16", "bfloat16"))
+        ),
         PagedCase(
             "heads2_dim256_fp8", shapes.Heads(2, 1, 256), (40,), (9,), dtype="bfloat16", **fp8
         ),
