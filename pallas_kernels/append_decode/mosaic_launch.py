@@ -100,7 +100,7 @@ def heuristic_config(args: DecodeArgs) -> MosaicConfig:
     splits = power_of_two(splits + 1) // 2
     if h == WIDE_HEAD:
         stages = IN_FLIGHT_BYTES // _block_bytes(args, MMA_KEYS)
-        # queries and states of more heads would exceed the shared memory by 2 KB
+        # queries and states of more heads would exceed the shared memory by 6 KB
         stages -= splits > 1 and group_tile(args.queries.shape[1], num_kv_heads) > MMA_HEADS
         return MosaicConfig(splits, MMA_KEYS, stages, num_sms)
     one_cta_per_sm = b * num_kv_heads * splits <= num_sms
