@@ -156,8 +156,6 @@ def _fp8() -> tuple[PagedCase, ...]:
         *(("t8192_ctx8192", 1, 8192, 8192, 16), ("t8192_32x256", 32, 256, 256, 16)),
         ("t512_ctx512", 1, 512, 512, 16),
         ("t8192_ctx16384", 1, 8192, 16384, 16),
-        # the converted pages of four rows of eight fit: see ``converted.launch``
-        ("t1024_8x128_ctx16384", 8, 128, 16384, 16),
     )
     # of the converted pages 15 are those of the first three rows, or of two
     ragged = (70, 0, 150, 90, 9), (66, 0, 3, 20, 9)
@@ -166,6 +164,15 @@ def _fp8() -> tuple[PagedCase, ...]:
     return (
         *cases,
         *(replace(x, name=f"{x.name}_bf16", dtype="bfloat16", tags=("full",)) for x in cases),
+        PagedCase(
+            "qwen3_4b_many_fp8",
+            shapes.QWEN3_4B,
+            (300, 1, 2000, 0, 77),
+            (300, 1, 900, 0, 64),
+            dtype="bfloat16",
+            tags=("full",),
+            **fp8,
+        ),
         PagedCase("smollm2_tp3_ragged_fp8", _SMOL_TP3, *ragged, tags=("full",), **fp8),
         PagedCase(
             "smollm2_tp3_ragged_fp8_bf16",

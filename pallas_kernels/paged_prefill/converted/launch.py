@@ -8,7 +8,8 @@ A Mosaic kernel that converts pages itself would do so once for each tile of 64 
 them, in every CTA (what one CTA converts, TMA does not multicast), with registers that its compute
 warpgroups need. A page that is converted beforehand is converted once a layer: 2,112 bytes of a
 token of Qwen3-4B are read and 4,096 written, so at 4 TB/s (H200) 13 us for 8,192 tokens of context
-and 25 us for 16,384, next to 1 and 2.8 ms of attention (8,192 queries).
+and 25 us for 16,384, next to 1 and 2.8 ms of attention (8,192 queries). About 100 queries of a row
+gain as much by Mosaic's kernel as its pages take.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pallas_kernels.paged_prefill.launch import (
     mosaic_supports,
     triton_supports,
 )
-from pallas_kernels.paged_prefill.ref import PrefillArgs
+from pallas_kernels.paged_prefill.ref import FEW_TOKENS, PrefillArgs
 
 MOST_BYTES = 256 << 20  # of converted pages: 65,536 tokens of Qwen3-4B
 
@@ -42,9 +43,13 @@ class RowPages:
 
 def supports(args: PrefillArgs) -> str | None:
     """Why a call cannot convert its pages, or None."""
+    if reason := triton_supports(args):
+        return reason
     if args.k_scales is None:
         return f"pages are {args.k_pages.dtype}, not 8-bit floats"
-    return triton_supports(args) or mosaic_supports(_as_converted(args))
+    if args.q.shape[0] <= FEW_TOKENS:
+        return f"{args.q.shape[0]} queries, no more than {FEW_TOKENS}, read each page too few times"
+    return mosaic_supports(_as_converted(args))
 
 
 def _as_converted(args: PrefillArgs) -> PrefillArgs:
