@@ -210,8 +210,8 @@ def _split_tile(args: PrefillArgs) -> TritonConfig:
         return heuristic_config(args.q, is_scaled=is_scaled)
     if h > WIDE_HEAD:
         return TritonConfig(64, 32, 8, 3, 128)
-    if h > 128:  # blocks of 64 keys in 8-bit pages would spill
-        return TritonConfig(64, 32, 4, 3, 128) if is_scaled else TritonConfig(64, 64, 8, 5, 128)
+    if h > 128:  # 64 rows would spill with 8-bit pages
+        return TritonConfig(32, 32, 4, 3, 128) if is_scaled else TritonConfig(64, 64, 8, 5, 128)
     return TritonConfig(64, 64, 4, 5)
 
 
