@@ -12,7 +12,7 @@ from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.lib.shapes import PagedCase, paged_arrays, sinks_of, slopes_of
-from pallas_kernels.paged_prefill.ref import PrefillArgs, most_arrivals
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
@@ -339,13 +339,6 @@ CASES = (
 )
 
 
-def arrivals_of(case: PagedCase) -> np.ndarray | None:  # int32[...]
-    """Counters as an engine passes them; None where it has none, for many tokens."""
-    tokens = sum(case.query_lens) + case.padding
-    count = most_arrivals(tokens, case.heads.num_kv_heads)
-    return np.zeros(count, np.int32) if count else None
-
-
 def build(case: PagedCase, seed: int) -> Inputs:
     """Inputs of a case; padding queries are NaN."""
     rng = np.random.default_rng(seed)
@@ -366,7 +359,6 @@ def build(case: PagedCase, seed: int) -> Inputs:
         "k_scales": arrays.k_scales,
         "v_scales": arrays.v_scales,
         "slopes": slopes_of(case),
-        "arrivals": arrivals_of(case),
     }
     static: dict[str, Any] = {"window": case.window, "cap": case.cap}
     return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, **static),))

@@ -40,7 +40,7 @@ import jax_triton
 
 from kit.lowering import lowered_in_place
 from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call
-from kit.triton_sweep import MERGED_APART, ON_CONVERTED
+from kit.triton_sweep import ON_CONVERTED
 
 ROOT = Path(__file__).parents[2]
 HOPPER_SHARED_BYTES = 227 << 10  # per CTA
@@ -140,7 +140,7 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, str | None]:
 
 def _to_interpret() -> list[Any]:
     """The cases of CI; bfloat16 where there is the same in float32 is marked nightly."""
-    cases = [*_sweep("ci"), _prefill(MERGED_APART, "smollm2_tp3_splits")]
+    cases = _sweep("ci")
     names = {one.id for one in cases}
     return [
         *(

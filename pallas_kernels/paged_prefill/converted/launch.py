@@ -113,5 +113,4 @@ def converted_args(
         **pools,
         page_table=table,
         query_start_loc=jnp.minimum(starts, starts[rows.num_rows]),
-        arrivals=None,
     )
