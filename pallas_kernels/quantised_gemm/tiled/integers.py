@@ -53,6 +53,17 @@ class Factors(NamedTuple):
     offset: Ref
 
 
+class RecordedFactors(NamedTuple):
+    """The factors of consecutive groups of a record (``records``): int32[64] refs of words."""
+
+    count: int  # of groups
+    signed: bool  # scales
+    scales: Sequence[Ref]  # words of four groups each
+    offsets: Sequence[Ref]  # empty without
+    supers: Ref
+    skipped: jax.Array | None  # int32: groups in the first word before those; None: 0
+
+
 def whole_numbers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:  # [R, chunk]
     """The inputs of chunks as integers in float32, the unit of each chunk, and the sum of its
     rounded inputs, float32[R] each.
@@ -104,34 +115,41 @@ def put(
 def multiply(
     kind: str,  # of the weights: int4 or int8
     tiles: Sequence[Ref],  # packed weights [64, 64] of consecutive inputs
-    factors: Sequence[Factors],  # of consecutive groups
-    supers: tuple[Ref, Ref] | None,  # of all scales and all offsets (or None), [64] each
+    factors: Sequence[Factors] | RecordedFactors,  # of consecutive groups
     tokens: Ref,  # of the chunks: int8[chunks, 8, 4, chunk / 4], see ``put``
     units: tuple[Ref, Ref],  # and of tokens: units and sums, float32[4, chunks] each
     total: jax.Array,  # float32[64, 8]
 ) -> jax.Array:
     """The total plus the products of tiles and tokens."""
     words = [load_words(tile) for tile in tiles]
-    refs = jax.tree.leaves((factors, supers, tokens, units), is_leaf=lambda x: x is None)
+    recorded = factors if isinstance(factors, RecordedFactors) else None
+    own: Any = tuple(factors) if recorded is None else recorded[2:5]
+    shifts = []
+    if recorded is not None and recorded.skipped is not None:
+        shifts = [lax.broadcast_in_dim(8 * recorded.skipped, (TILE,), [])]
+    refs = jax.tree.leaves((own, tokens, units), is_leaf=lambda x: x is None)
     given = [ref for ref in refs if ref is not None]
     strided = plgpu.Layout.WG_STRIDED(words[0].shape, 4)
     result = plgpu.ShapeDtypeStruct((TILE, COLUMNS), jnp.float32, layout=plgpu.Layout.WGMMA)
-    counts, signed = (len(words), len(given)), factors[0].scale.dtype == jnp.int8
 
     @plgpu.inline_mgpu(
         arg_types=(
-            *(strided,) * counts[0],
-            *(plgpu.RefType(),) * counts[1],
+            *(strided,) * len(words),
+            *(plgpu.Layout.WG_SPLAT((TILE,)),) * len(shifts),
+            *(plgpu.RefType(),) * len(given),
             plgpu.Layout.WGMMA,
         ),
         return_type=result,
     )
     def add(_: Any, *arrays: Any) -> Any:
-        loaded = arrays[: counts[0]]
-        found = iter(arrays[counts[0] : -1])
-        own = _like((tuple(factors), supers, tokens, units), found)
-        work = _Work(kind, signed, *own)
-        sums = work.totals(loaded)
+        first = len(words) + len(shifts)
+        loaded, found = arrays[: len(words)], iter(arrays[first:-1])
+        some, *rest = _like((own, tokens, units), found)
+        table: Any = _Table(kind, some)
+        if recorded is not None:
+            shift = arrays[len(words)].registers.flat[0] if shifts else None
+            table = _RecordedTable(recorded, some, shift)
+        sums = _Work(kind, table, *rest).totals(loaded)
         before = arrays[-1]
         registers = np.empty_like(before.registers)
         pair = ir.VectorType.get((2,), _f32())
@@ -142,7 +160,7 @@ def multiply(
         return mgpu.FragmentedArray(_registers=registers, _layout=before.layout, _is_signed=None)
 
     run: Any = add
-    return run(*words, *given, total)
+    return run(*words, *shifts, *given, total)
 
 
 def _like(tree: Any, values: Iterator[Any]) -> Any:
@@ -155,19 +173,75 @@ def _like(tree: Any, values: Iterator[Any]) -> Any:
     return next(values)
 
 
+class _Table:
+    """The factors of groups, by arrays of each kind."""
+
+    def __init__(self, kind: str, factors: Sequence[Factors]) -> None:
+        self.kind, self.factors, self.count = kind, factors, len(factors)
+
+    def of_group(self, group: int, row: Value) -> tuple[Value, Value | None, Value | None]:
+        """Scale, zero and offset of a row."""
+        factors = self.factors[group]
+        scale = _float_at(factors.scale, row)
+        zero = None if factors.zero is None else _float_at(factors.zero, row)
+        if self.kind == "int4" and factors.zero is None and factors.offset is None:
+            zero = _float(8.0)
+        offset = None if factors.offset is None else _float_at(factors.offset, row)
+        return scale, zero, offset
+
+    def supers(self, row: Value) -> None:
+        """There are none."""
+
+
+class _RecordedTable:
+    """The factors of groups of a record; each word is loaded once for four groups."""
+
+    def __init__(
+        self, factors: RecordedFactors, refs: tuple[Any, Any, Any], shift: Value | None
+    ) -> None:
+        self.count, self.signed, self.shift = factors.count, factors.signed, shift
+        self.scales, self.offsets, self.pairs = refs
+        self.zero = None
+        self.words = dict[tuple[str, int, Value], Value]()
+
+    def of_group(self, group: int, row: Value) -> tuple[Value, Value | None, Value | None]:
+        """See ``_Table``."""
+        scale = self._byte("scales", group, row, signed=self.signed)
+        offset = self._byte("offsets", group, row, signed=self.signed) if self.offsets else None
+        return scale, None, offset
+
+    def supers(self, row: Value) -> list[Value]:
+        """The factors of a row's scales and offsets."""
+        pair = ir.VectorType.get((2,), ir.F16Type.get())
+        one = ir.VectorType.get((1,), _i32())
+        halves = vector.bitcast(pair, vector.from_elements(one, [_loaded(self.pairs, row)]))
+        return [arith.extf(_f32(), element(halves, i)) for i in range(2)]
+
+    def _byte(self, kind: str, group: int, row: Value, *, signed: bool) -> Value:
+        """A byte of the words as float32: a byte in the lowest bits of 2 ** 23 is that much more.
+
+        That takes a permutation and a sum; a conversion of integers is slower than both.
+        """
+        place = kind, group // 4, row
+        if place not in self.words:
+            word = _loaded(getattr(self, kind)[group // 4], row)
+            word = word if self.shift is None else arith.shrui(word, self.shift)
+            self.words[place] = arith.xori(word, _int(-0x7F7F7F80)) if signed else word
+        bits = _permuted(self.words[place], _int(0x4B000000), 0x7650 | group % 4)
+        return arith.subf(arith.bitcast(_f32(), bits), _float(2.0**23 + 128 * signed))
+
+
 class _Work:
     """The code of a thread for some tiles: rows g and g + 8 of its warp."""
 
     def __init__(
         self,
         kind: str,
-        signed: bool,  # of factors that are bytes
-        factors: Sequence[Factors],
-        supers: tuple[Value, Value] | None,
+        factors: _Table | _RecordedTable,
         tokens: Value,
         units: tuple[Value, Value],
     ) -> None:
-        self.kind, self.signed, self.factors, self.supers = kind, signed, factors, supers
+        self.kind, self.factors = kind, factors
         self.num_chunks, *_, quarter = tokens.type.shape
         self.chunk, self.tokens = 4 * quarter, mgpu.memref_fold(tokens, 0, 4)
         warp, lane = _warp_and_lane()
@@ -180,10 +254,10 @@ class _Work:
     def totals(self, tiles: Sequence[Any]) -> dict[int, Value]:
         """The products by half of the rows."""
         sums, minima = dict[int, Value](), dict[int, Value]()
-        per_group = self.num_chunks // len(self.factors)
+        per_group = self.num_chunks // self.factors.count
         per_tile = self.num_chunks // len(tiles)
-        for group, factors in enumerate(self.factors):
-            loaded = [self._factors(factors, row) for row in self.rows]
+        for group in range(self.factors.count):
+            loaded = [self.factors.of_group(group, row) for row in self.rows]
             for chunk in range(group * per_group, (group + 1) * per_group):
                 tile, index = divmod(chunk, per_tile)
                 operand = self._operand(tiles[tile], index)
@@ -196,35 +270,17 @@ class _Work:
                     sums[half] = _fma(scale, value, sums.get(half))
                     if offset is not None:
                         minima[half] = _fma(offset, total, minima.get(half))
-        if self.supers is not None:
-            given = [part for part in self.supers if part is not None]
-            large = [[self._float_at(part, row) for row in self.rows] for part in given]
-            for half in range(2):
-                sums[half] = arith.mulf(sums[half], large[0][half])
-                if minima:
-                    sums[half] = _fma(large[1][half], minima[half], sums[half])
-        elif minima:
-            sums = {half: arith.addf(sums[half], minima[half]) for half in range(2)}
+        for half, row in enumerate(self.rows):
+            supers = self.factors.supers(row)
+            if supers is not None:
+                sums[half] = arith.mulf(sums[half], supers[0])
+            if minima:
+                large = None if supers is None else supers[1]
+                more = minima[half]
+                sums[half] = (
+                    arith.addf(sums[half], more) if large is None else _fma(large, more, sums[half])
+                )
         return sums
-
-    def _factors(self, factors: Factors, row: Value) -> tuple[Value, Value | None, Value | None]:
-        """Scale, zero and offset of a row."""
-        scale = self._float_at(factors.scale, row)
-        zero = None if factors.zero is None else self._float_at(factors.zero, row)
-        if self.kind == "int4" and factors.zero is None and factors.offset is None:
-            zero = _float(8.0)
-        offset = None if factors.offset is None else self._float_at(factors.offset, row)
-        return scale, zero, offset
-
-    def _float_at(self, ref: Value, row: Value) -> Value:
-        """An element of a ref [64] as float32."""
-        value = memref.load(mgpu.memref_fold(ref, 0, len(ref.type.shape)), [row])
-        if isinstance(value.type, ir.F32Type):
-            return value
-        if isinstance(value.type, ir.IntegerType):
-            wide = (arith.extsi if self.signed else arith.extui)(_i32(), value)
-            return arith.sitofp(_f32(), wide)
-        return arith.extf(_f32(), value)
 
     def _row_of(self, ref: Value) -> list[Value]:
         """The values of the thread's token, one for each chunk."""
@@ -304,6 +360,21 @@ def _mma(a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
 def _permuted(a: Value, b: Value, selector: int) -> Value:
     """prmt: four of the eight bytes of two words."""
     return assembly("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, _int(selector)], "i32")
+
+
+def _loaded(ref: Value, row: Value) -> Value:
+    """An element of a ref [64]."""
+    return memref.load(mgpu.memref_fold(ref, 0, len(ref.type.shape)), [row])
+
+
+def _float_at(ref: Value, row: Value) -> Value:
+    """An element of a ref [64] as float32; integers are not negative."""
+    value = _loaded(ref, row)
+    if isinstance(value.type, ir.F32Type):
+        return value
+    if isinstance(value.type, ir.IntegerType):
+        return arith.sitofp(_f32(), arith.extui(_i32(), value))
+    return arith.extf(_f32(), value)
 
 
 def _warp_and_lane() -> tuple[Value, Value]:

@@ -38,6 +38,7 @@ from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.integers import (
     COLUMNS,
     Factors,
+    RecordedFactors,
     multiply,
     put,
     whole_numbers,
@@ -52,7 +53,6 @@ from pallas_kernels.quantised_gemm.tiled.launch import (
 from pallas_kernels.quantised_gemm.tiled.scratch import TiledScratch, scratch_types
 from pallas_kernels.quantised_gemm.tiled.step import (
     Gmem,
-    Parts,
     Ref,
     Spec,
     Step,
@@ -167,23 +167,38 @@ class _IntegerStep(Step):
             return None if part is None else part.at[self.stage, 0, half, index]
 
         tile = lax.div(first, jnp.int32(TILE))
-        tiles = [
-            self.scratch.values_smem.at[self.stage, half, tile + i] for i in range(length // TILE)
-        ]
-        rows = [row(sizes.group, first + i) for i in range(0, length, sizes.group)]
-        factors = [
-            Factors(at(parts.scales, r), at(parts.zeros, r), at(parts.offsets, r)) for r in rows
-        ]
-        supers = None
+        tiles = [self.tile_ref(half, tile + i) for i in range(length // TILE)]
         if sizes.super_group:
-            count = 1 + sizes.offsets
-            index = row(sizes.super_group, first) * count
-            supers = at(parts.supers, index), at(parts.supers, index + 1) if sizes.offsets else None
+            factors: Any = self._recorded_factors(half, first, length)
+        else:
+            rows = [row(sizes.group, first + i) for i in range(0, length, sizes.group)]
+            factors = [
+                Factors(at(parts.scales, r), at(parts.zeros, r), at(parts.offsets, r)) for r in rows
+            ]
         place = lax.div(self.step * self.spec.config.block_k + first, jnp.int32(chunk))
         chunks = pl.ds(place, length // chunk)
         units = tuple(self.scratch.units_smem.at[i, :, chunks] for i in range(2))
         tokens = self.scratch.bytes_smem.at[chunks]
-        return multiply(sizes.kind, tiles, factors, supers, tokens, units, total)
+        return multiply(sizes.kind, tiles, factors, tokens, units, total)
+
+    def _recorded_factors(self, half: Any, first: jax.Array, length: int) -> RecordedFactors:
+        """The factors of ``length`` inputs from ``first`` on, all of one record."""
+        sizes, words = self.spec.sizes, self.scratch.parts_smem.words
+        record, group = self.place_in_record(first)
+        count, rows = length // sizes.group, self.spec.small_rows
+        row, skipped = lax.div(group, jnp.int32(4)), None
+        if count % 4 and count < sizes.super_group // sizes.group:
+            skipped = lax.rem(group, jnp.int32(4))
+
+        def at(index: Any) -> Ref:
+            return words.at[self.stage, half, record, index]
+
+        kinds = range(0, (1 + sizes.offsets) * rows, rows)
+        small = [[at(start + row + i) for i in range(-(-count // 4))] for start in kinds]
+        last = words.shape[3] - 1
+        return RecordedFactors(
+            count, sizes.signed, small[0], small[1] if sizes.offsets else (), at(last), skipped
+        )
 
 
 @dataclass(frozen=True)
@@ -292,11 +307,12 @@ def _accumulate(
                 in_one_warp(lambda: copies.next(further))
 
         plgpu.barrier_wait(ring.barriers.at[stage])
-        inputs = Step(spec, stage, warpgroup, copies.scratch)
+        given = (spec, stage, warpgroup, copies.scratch, tile.first_step + step)
+        inputs = Step(*given)
         if spec.config.integers:
-            inputs = _IntegerStep(spec, stage, warpgroup, copies.scratch, step=step)
+            inputs = _IntegerStep(*given, step=step)
         elif spec.norm is not None:
-            inputs = _NormedStep(spec, stage, warpgroup, copies.scratch, step=step)
+            inputs = _NormedStep(*given, step=step)
         totals = inputs.add(totals)
         ring.release_if_reused(stage, step, tile.num_steps)
         return totals
@@ -355,8 +371,7 @@ def _kernel(spec: Spec, gmem: Gmem, results: tuple[Ref, Ref], scratch: TiledScra
         _compute_warpgroup(spec, warpgroup, out, copies)
 
 
-def _scratch_types(spec: Spec, parts: Parts) -> TiledScratch:
-    """``parts`` are the arrays of factors, [halves, O / 64, groups, 64] each."""
+def _scratch_types(spec: Spec, gmem: Gmem) -> TiledScratch:
     config, sizes, count = spec.config, spec.sizes, spec.config.warpgroups
     others, normed = max(1, count - 1), dict[str, Any]()
     if config.integers:
@@ -381,7 +396,7 @@ def _scratch_types(spec: Spec, parts: Parts) -> TiledScratch:
         }
     return scratch_types(
         spec,
-        parts,
+        gmem,
         tiles=sizes.halves,
         shared=(others, spec.results, TILE, config.block_t),
         shared_barriers=plgpu.Barrier(num_arrivals=others),
@@ -398,7 +413,7 @@ def _launch(spec: Spec, gmem: Gmem, total_type: jax.ShapeDtypeStruct | None = No
         partial(_kernel, spec),
         gmem,
         out_type=(total_type, result_shape(config, sizes)),
-        scratch=_scratch_types(spec, gmem.parts),
+        scratch=_scratch_types(spec, gmem),
         grid={
             "split": config.split_k,
             "tokens": -(-sizes.tokens // config.block_t),

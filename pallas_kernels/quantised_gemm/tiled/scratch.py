@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.scratch import smem, stage_barriers
-from pallas_kernels.quantised_gemm.tiled.step import Parts, Spec, share, weight_types
+from pallas_kernels.quantised_gemm.tiled.step import Gmem, Parts, Spec, share, weight_types
 
 type Ref = Any
 
@@ -21,7 +21,8 @@ class TiledScratch(NamedTuple):
 
     x_smem: Ref  # [stages, block_t, block_k]; with a norm [chunks, 8, chunk], see ``token.views``
     values_smem: Ref  # [stages, tiles of outputs, tiles, rows, ROW_BYTES]
-    parts_smem: Parts  # [stages, padding, tiles of outputs, groups, 64] each
+    # [stages, padding, tiles of outputs, groups, 64] each; of records see ``weight_types``
+    parts_smem: Parts
     sums_given_smem: Ref  # float32[stages, groups, block_t]
     shared_smem: Ref  # float32[..., 64, block_t]: results for another compute warpgroup
     barriers: Ref  # [stages]: one arrival per copy
@@ -37,7 +38,7 @@ class TiledScratch(NamedTuple):
 
 def scratch_types(
     spec: Spec,
-    parts: Parts,  # the arrays of factors, see ``gmem_views``
+    gmem: Gmem,  # with the values and parts of ``gmem_views``
     *,
     tiles: int,  # of outputs
     shared: tuple[int, ...],
@@ -50,7 +51,7 @@ def scratch_types(
     """The types of a kernel's scratch; ``more`` are its other fields."""
     config, sizes = spec.config, spec.sizes
     stages, block_t = config.stages, config.block_t
-    values, parts_smem = weight_types(spec, parts, tiles)
+    values, parts_smem = weight_types(spec, gmem.values, gmem.parts, tiles)
     factors = sum(part is not None for part in parts_smem)
     copies_tokens = not (sizes.normed or config.integers)
     arrivals = copies_tokens + copies * (1 + factors) + spec.sums_given
