@@ -119,7 +119,8 @@ class Quantised:
     zeros: Any = None  # uint8[O, G]
     offsets: Any = None  # [O, G]
     supers: Any = None  # [O, S, 1 or 2]
-    recorded: Form | None = field(default=None, metadata=STATIC)  # of a matrix that is records
+    # of a matrix that is records
+    recorded: Form | None = field(default=None, metadata=STATIC, kw_only=True)
 
     @property
     def base(self) -> str:

@@ -65,12 +65,13 @@ def _matmuls(sums: Any, tokens: int, totals: Sequence[jax.Array] | None = None) 
     return found if totals is None else [*map(jnp.add, totals, found)]
 
 
-def _put(whole: jax.Array, target: Any, token: int) -> None:
-    """The high and the low bytes of a token's inputs, in the order of the inputs."""
-    values = whole.astype(jnp.int32)
+def _put(whole: jax.Array, target: Any, totals: Any, token: int) -> None:
+    """The high and the low bytes of a token's inputs, in the order of the inputs, and sums."""
+    values = whole.astype(jnp.int32).reshape(target.shape[0], -1)
+    totals[...] = values.sum(axis=1)
     high = (values + 128) >> 8
     for column, part in enumerate((high, values - 256 * high)):
-        target.at[:, 2 * token + column][...] = part.astype(jnp.int8).reshape(len(whole), 4, -1)
+        target.at[:, 2 * token + column][...] = part.astype(jnp.int8).reshape(len(values), 4, -1)
 
 
 def _multiply(
@@ -78,7 +79,8 @@ def _multiply(
     tiles: Sequence[Any],
     factors: Any,
     tokens: Any,
-    units: tuple[Any, Any],
+    units: Any,
+    totals: Any,
     total: jax.Array,
 ) -> jax.Array:
     """The same sums, group by group; the rows of ``units`` are tokens."""
@@ -86,7 +88,8 @@ def _multiply(
     wide = jnp.concatenate([each.astype(jnp.float32) for each in values], axis=1)
     chunks = tokens.shape[0]
     pairs = tokens[...].astype(jnp.float32).reshape(chunks, 4, 2, -1)
-    x = (pairs[:, :, 0] * 256 + pairs[:, :, 1]) * units[0][...].T[:, :, None]
+    each = jnp.repeat(units[...], chunks // units.shape[1], axis=1)  # [4, chunks]
+    x = (pairs[:, :, 0] * 256 + pairs[:, :, 1]) * each.T[:, :, None]
     supers = None
     if isinstance(factors, integers.RecordedFactors):
         words, factors = factors, _groups_of(factors)
@@ -106,7 +109,7 @@ def _multiply(
         product = io_callback(_dot, jax.ShapeDtypeStruct(sums.shape, jnp.float32), own, some)
         sums += product * group.scale[...].astype(jnp.float32)[:, None]
         if group.offset is not None:
-            total_x = units[1][...][:, places].sum(1)
+            total_x = (totals[...].astype(jnp.float32) * each)[:, places].sum(1)
             minima += group.offset[...].astype(jnp.float32)[:, None] * total_x
     if supers is not None:
         sums, minima = sums * supers[:, 0], minima * supers[:, 1]

@@ -176,10 +176,12 @@ class _IntegerStep(Step):
                 Factors(at(parts.scales, r), at(parts.zeros, r), at(parts.offsets, r)) for r in rows
             ]
         place = lax.div(self.step * self.spec.config.block_k + first, jnp.int32(chunk))
-        chunks = pl.ds(place, length // chunk)
-        units = tuple(self.scratch.units_smem.at[i, :, chunks] for i in range(2))
+        chunks, each = pl.ds(place, length // chunk), self.spec.unit // chunk
+        units = pl.ds(lax.div(place, jnp.int32(each)), length // self.spec.unit)
         tokens = self.scratch.bytes_smem.at[chunks]
-        return multiply(sizes.kind, tiles, factors, tokens, units, total)
+        factors_of_units = self.scratch.units_smem.at[:, units]
+        totals = self.scratch.totals_smem.at[:, chunks]
+        return multiply(sizes.kind, tiles, factors, tokens, factors_of_units, totals, total)
 
     def _recorded_factors(self, half: Any, first: jax.Array, length: int) -> RecordedFactors:
         """The factors of ``length`` inputs from ``first`` on, all of one record."""
@@ -243,13 +245,15 @@ def _write_integers(
     every ``warpgroups``-th span. With a norm the token is added and normalised before, and the
     first CTA writes the sum.
     """
-    count = spec.config.warpgroups
+    count, each = spec.config.warpgroups, spec.unit // spec.chunk
 
     def write(of_token: int, span: Any, inputs: jax.Array) -> None:
-        whole, unit, total = whole_numbers(inputs)
-        put(whole, scratch.bytes_smem.at[span], of_token)
-        scratch.units_smem.at[0, of_token, span][...] = unit
-        scratch.units_smem.at[1, of_token, span][...] = total
+        whole, unit = whole_numbers(inputs)
+        chunks = pl.ds(span.start * each, span.size * each)
+        put(
+            whole, scratch.bytes_smem.at[chunks], scratch.totals_smem.at[of_token, chunks], of_token
+        )
+        scratch.units_smem.at[of_token, span][...] = unit
 
     found = None
     if spec.norm is not None:
@@ -263,7 +267,7 @@ def _write_integers(
         for batch in range(0, len(places), LOADS_IN_FLIGHT):
             loaded = []
             for of_token, span, source in places[batch : batch + LOADS_IN_FLIGHT]:
-                x, layout = gmem.x.at[of_token, source], token.span_layout(spec.chunk)
+                x, layout = gmem.x.at[of_token, source], token.span_layout(spec.unit)
                 loaded.append((of_token, span, plgpu.load(x, layout=layout, optimized=False)))
             for one in loaded:
                 write(*one)
@@ -277,16 +281,16 @@ def _write_integers(
 def _spans(
     spec: Spec, warpgroup: jax.Array, tile: _CtaTile, scratch: TiledScratch
 ) -> list[tuple[int, Any, Any]]:
-    """The warpgroup's spans of the CTA's inputs: token, place among the CTA's chunks, and among
-    all. The last spans may overlap; all write the same.
+    """The warpgroup's spans of the CTA's inputs: token, place among the CTA's units, and among all.
+    The last spans may overlap; all write the same.
     """
-    count, rows = spec.config.warpgroups, token.SPAN // spec.chunk
-    per_step = spec.config.block_k // spec.chunk
-    first, chunks = tile.first_step * per_step, tile.num_steps * per_step
+    count, rows = spec.config.warpgroups, token.SPAN // spec.unit
+    per_step = spec.config.block_k // spec.unit
+    first, units = tile.first_step * per_step, tile.num_steps * per_step
     places = []
     for of_token in range(spec.sizes.tokens):
-        for i in range(0, -(-scratch.bytes_smem.shape[0] // rows), count):
-            start = jnp.minimum((i + warpgroup) * rows, chunks - rows)
+        for i in range(0, -(-scratch.units_smem.shape[1] // rows), count):
+            start = jnp.minimum((i + warpgroup) * rows, units - rows)
             places.append((of_token, pl.ds(start, rows), pl.ds(first + start, rows)))
     return places
 
@@ -380,8 +384,11 @@ def _scratch_types(spec: Spec, gmem: Gmem) -> TiledScratch:
         normed = {
             "x_smem": None,
             "bytes_smem": plgpu.SMEM((chunks, COLUMNS, 4, spec.chunk // 4), jnp.int8),
-            "units_smem": plgpu.SMEM((2, INTEGER_TOKENS, chunks), jnp.float32),
-            "squares_smem": plgpu.SMEM((count, token.SPAN // spec.chunk), jnp.float32),
+            "units_smem": plgpu.SMEM(
+                (INTEGER_TOKENS, chunks * spec.chunk // spec.unit), jnp.float32
+            ),
+            "totals_smem": plgpu.SMEM((INTEGER_TOKENS, chunks), jnp.int32),
+            "squares_smem": plgpu.SMEM((count, token.SPAN // spec.unit), jnp.float32),
             "squares_barrier": plgpu.Barrier(num_arrivals=count),
             "normed_barrier": plgpu.Barrier(num_arrivals=count),
         }
@@ -446,7 +453,7 @@ def launch_with(
         raise ValueError(f"{config} does not fit {sizes}")
     spec, x = Spec(sizes, config), args.x
     if config.integers:
-        x = x.reshape(sizes.tokens, -1, spec.chunk)
+        x = x.reshape(sizes.tokens, -1, spec.unit)
     _, out = _launch(spec, Gmem(x, *gmem_views(sizes, args.w), bias=args.bias))
     return out
 
@@ -463,6 +470,6 @@ def launch_normed(config: TiledConfig, args: NormGemmArgs) -> tuple[jax.Array, j
     sizes = sizes_of(gemm, normed=True)
     spec = Spec(sizes, config, norm=token.Norm(norm.row, norm.eps))
     views = gmem_views(sizes, gemm.w)
-    arrays, total_type = token.norm_arrays(norm, spec.chunk)
+    arrays, total_type = token.norm_arrays(norm, spec.unit)
     total, out = _launch(spec, Gmem(arrays, *views, bias=args.bias), total_type)
     return total.reshape(norm.x.shape), out

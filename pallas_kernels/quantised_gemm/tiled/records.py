@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.lib.quantised import PACKED, Form, Quantised, recorded_name
 
@@ -104,6 +105,21 @@ def factors_at(w: Quantised, ids: jax.Array) -> tuple[jax.Array, jax.Array | Non
     assert w.recorded is not None
     words = w.values[ids // TILE, :, value_rows(w.recorded) :, ids % TILE]  # [T, S, rows]
     return _unpacked(w.recorded, words)
+
+
+def factor(words: jax.Array, byte: jax.Array, *, signed: bool) -> jax.Array:  # float32[64]
+    """A byte of words as float32, in a kernel."""
+    if signed:
+        words = lax.shift_left(words, lax.broadcast_in_dim(24 - 8 * byte, words.shape, []))
+        return lax.shift_right_arithmetic(words, jnp.int32(24)).astype(jnp.float32)
+    words = lax.shift_right_logical(words, lax.broadcast_in_dim(8 * byte, words.shape, []))
+    return (words & 0xFF).astype(jnp.float32)
+
+
+def half(words: jax.Array, index: int) -> jax.Array:  # float32[64]
+    """A float16 of words as float32, in a kernel."""
+    words = lax.shift_right_logical(words, jnp.int32(16 * index))
+    return lax.bitcast_convert_type(words.astype(jnp.int16), jnp.float16).astype(jnp.float32)
 
 
 def _form_of(w: Quantised) -> Form:

@@ -11,9 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.scratch import smem, stage_barriers
-from pallas_kernels.quantised_gemm.tiled.step import Gmem, Parts, Spec, share, weight_types
+from pallas_kernels.quantised_gemm.tiled import records
+from pallas_kernels.quantised_gemm.tiled.arrange import TILE
+from pallas_kernels.quantised_gemm.tiled.step import ROW_BYTES, Gmem, Parts, Spec, share
 
 type Ref = Any
+
+TMA_ALIGNMENT = 128  # bytes, of a copy's target
 
 
 class TiledScratch(NamedTuple):
@@ -33,7 +37,41 @@ class TiledScratch(NamedTuple):
     squares_barrier: Ref = None  # one arrival per compute warpgroup
     normed_barrier: Ref = None  # one arrival per compute warpgroup
     bytes_smem: Ref = None  # int8[chunks, 8, 4, chunk / 4], see ``integers.put``
-    units_smem: Ref = None  # float32[2, 4, chunks]: units and sums of tokens
+    units_smem: Ref = None  # float32[4, units]: factors of units of tokens
+    totals_smem: Ref = None  # int32[4, chunks]: sums of chunks of tokens
+
+
+def weight_types(
+    spec: Spec,
+    values: jax.Array,  # as in ``Gmem``, and its parts
+    parts: Parts,
+    tiles: int,
+) -> tuple[Any, Parts]:
+    """Shared memory for the values and factors of ``tiles`` tiles of outputs, but not for scales of
+    blocks.
+    """
+    config, sizes = spec.config, spec.sizes
+    if sizes.super_group:
+        count = config.block_k // spec.record_inputs
+        own = (spec.record_inputs // TILE * spec.tile_rows, values.shape[3] - spec.value_rows)
+        made = (
+            plgpu.SMEM((config.stages, tiles, count, rows, records.WORDS), values.dtype)
+            for rows in own
+        )
+        return next(made), Parts(words=next(made))
+
+    def part_type(part: jax.Array | None) -> Any:
+        if part is None:
+            return None
+        rows = config.rows(sizes.group)
+        padding = max(1, TMA_ALIGNMENT // (tiles * rows * TILE * part.dtype.itemsize))
+        return plgpu.SMEM((config.stages, padding, tiles, rows, TILE), part.dtype)
+
+    shape = (config.stages, tiles, config.block_k // TILE, spec.tile_rows, ROW_BYTES)
+    if sizes.block > 1:
+        parts = parts._replace(scales=None)
+    parts_smem = Parts(*map(part_type, parts))
+    return plgpu.SMEM(shape, jnp.float8_e4m3fn if sizes.kind == "fp8" else jnp.uint8), parts_smem
 
 
 def scratch_types(

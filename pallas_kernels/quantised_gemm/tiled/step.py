@@ -31,8 +31,9 @@ from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
     ACCUMULATOR_REGISTERS,
+    INTEGER_INPUTS,
     MMA_TOKENS,
-    ROUNDED,
+    UNIT,
     TiledConfig,
     TiledSizes,
 )
@@ -42,7 +43,6 @@ type Ref = Any
 
 ROW_BYTES = 256  # of tiles in shared memory; a TMA copy has at most 256 elements in each dimension
 FACTORS_OF_WORD = 4
-TMA_ALIGNMENT = 128  # bytes, of a copy's target
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,17 @@ class Spec:
 
     @property
     def chunk(self) -> int:
-        """Inputs of one wgmma call: a swizzled row of tokens; or those that share a unit."""
+        """Inputs of one wgmma call: a swizzled row of tokens; or of one call of integers."""
         if self.config.integers:
-            return max(chunk for chunk in ROUNDED if self.sizes.group % chunk == 0)
+            return max(chunk for chunk in INTEGER_INPUTS if self.sizes.group % chunk == 0)
         return min(self.segment, TILE)
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a row of tokens: those that share a factor as integers, or of a chunk."""
+        if not self.config.integers:
+            return self.chunk
+        return min(UNIT, self.config.span, self.sizes.super_group or UNIT)
 
     @property
     def results(self) -> int:
@@ -132,39 +139,6 @@ def gmem_views(
         scales = scales.reshape(*outer, -1, TILE)
     rest = (x if x is None else x.reshape(*outer, -1, TILE) for x in (zeros, offsets))
     return values.reshape(*outer, sizes.inner // TILE, rows, ROW_BYTES), Parts(scales, *rest)
-
-
-def weight_types(
-    spec: Spec,
-    values: jax.Array,  # as in ``Gmem``, and its parts
-    parts: Parts,
-    tiles: int,
-) -> tuple[Any, Parts]:
-    """Shared memory for the values and factors of ``tiles`` tiles of outputs, but not for scales of
-    blocks.
-    """
-    config, sizes = spec.config, spec.sizes
-    if sizes.super_group:
-        count = config.block_k // spec.record_inputs
-        own = (spec.record_inputs // TILE * spec.tile_rows, values.shape[3] - spec.value_rows)
-        made = (
-            plgpu.SMEM((config.stages, tiles, count, rows, records.WORDS), values.dtype)
-            for rows in own
-        )
-        return next(made), Parts(words=next(made))
-
-    def part_type(part: jax.Array | None) -> Any:
-        if part is None:
-            return None
-        rows = config.rows(sizes.group)
-        padding = max(1, TMA_ALIGNMENT // (tiles * rows * TILE * part.dtype.itemsize))
-        return plgpu.SMEM((config.stages, padding, tiles, rows, TILE), part.dtype)
-
-    shape = (config.stages, tiles, config.block_k // TILE, spec.tile_rows, ROW_BYTES)
-    if sizes.block > 1:
-        parts = parts._replace(scales=None)
-    parts_smem = Parts(*map(part_type, parts))
-    return plgpu.SMEM(shape, jnp.float8_e4m3fn if sizes.kind == "fp8" else jnp.uint8), parts_smem
 
 
 def copy_weights(
@@ -368,11 +342,11 @@ class Step:
 
         def small(first: int) -> jax.Array:
             words = self.words(result, start // word * word, first, first + row)
-            return _factor_of(words, byte, self.spec.sizes.signed)
+            return records.factor(words, byte, signed=self.spec.sizes.signed)
 
         supers = self.words(result, start // sizes.super_group * sizes.super_group, -1, -1)
-        scale = small(0) * _half_of(supers, 0) * divisor(sizes.kind)
-        return scale, small(rows) * _half_of(supers, 1) if sizes.offsets else None
+        scale = small(0) * records.half(supers, 0) * divisor(sizes.kind)
+        return scale, small(rows) * records.half(supers, 1) if sizes.offsets else None
 
     def words(self, result: int, start: int, kind: int, row: Any) -> jax.Array:  # int32[64]
         """A row of words of factors, loaded once for all segments behind ``start`` that share it;
@@ -406,8 +380,8 @@ class Step:
 
     def tile(self, result: int, index: int, zero: jax.Array | float) -> jax.Array:
         """A tile's values minus ``zero`` as an operand, bfloat16[64, 64]."""
-        index = lax.div(self.first_input, jnp.int32(TILE)) + index
-        return operand(self.spec.sizes.kind, self.tile_ref(self.half(result), index), zero)
+        place = lax.div(self.first_input, jnp.int32(TILE)) + index
+        return operand(self.spec.sizes.kind, self.tile_ref(self.half(result), place), zero)
 
     def tokens(self, start: int) -> Ref:  # [chunk, block_t]
         """A chunk of the tokens' inputs."""
@@ -554,21 +528,6 @@ def sum_of_warpgroups(
 def _divided(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
     """Quotient and remainder."""
     return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
-
-
-def _factor_of(words: jax.Array, byte: jax.Array, signed: bool) -> jax.Array:  # float32[64]
-    """A byte of words."""
-    if signed:
-        words = lax.shift_left(words, lax.broadcast_in_dim(24 - 8 * byte, words.shape, []))
-        return lax.shift_right_arithmetic(words, jnp.int32(24)).astype(jnp.float32)
-    words = lax.shift_right_logical(words, lax.broadcast_in_dim(8 * byte, words.shape, []))
-    return (words & 0xFF).astype(jnp.float32)
-
-
-def _half_of(words: jax.Array, index: int) -> jax.Array:  # float32[64]
-    """A float16 of words."""
-    words = lax.shift_right_logical(words, jnp.int32(16 * index))
-    return lax.bitcast_convert_type(words.astype(jnp.int16), jnp.float16).astype(jnp.float32)
 
 
 def _plus(
