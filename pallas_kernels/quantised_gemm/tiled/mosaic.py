@@ -52,11 +52,13 @@ from pallas_kernels.quantised_gemm.tiled.launch import (
 )
 from pallas_kernels.quantised_gemm.tiled.scratch import TiledScratch, scratch_types
 from pallas_kernels.quantised_gemm.tiled.step import (
+    FACTORS_OF_WORD,
     Gmem,
     Ref,
     Spec,
     Step,
     copy_weights,
+    divided,
     gmem_views,
     share,
     sum_of_warpgroups,
@@ -188,15 +190,17 @@ class _IntegerStep(Step):
         sizes, words = self.spec.sizes, self.scratch.parts_smem.words
         record, group = self.place_in_record(first)
         count, rows = length // sizes.group, self.spec.small_rows
-        row, skipped = lax.div(group, jnp.int32(4)), None
-        if count % 4 and count < sizes.super_group // sizes.group:
-            skipped = lax.rem(group, jnp.int32(4))
+        row, skipped = divided(group, FACTORS_OF_WORD)
+        if count % FACTORS_OF_WORD == 0 or count == sizes.super_group // sizes.group:
+            skipped = None
 
         def at(index: Any) -> Ref:
             return words.at[self.stage, half, record, index]
 
         kinds = range(0, (1 + sizes.offsets) * rows, rows)
-        small = [[at(start + row + i) for i in range(-(-count // 4))] for start in kinds]
+        small = [
+            [at(start + row + i) for i in range(-(-count // FACTORS_OF_WORD))] for start in kinds
+        ]
         last = words.shape[3] - 1
         return RecordedFactors(
             count, sizes.signed, small[0], small[1] if sizes.offsets else (), at(last), skipped

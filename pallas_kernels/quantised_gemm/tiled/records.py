@@ -7,7 +7,7 @@ tiles of values (``arrange``); then factors, of which each row has a word for ea
     offsets      as scales, if the form has them
     supers       float16 of the scales in the lower half, of the offsets in the higher half
 
-So a matrix is one argument of a compiled step, of which each takes about 0.7 us of the host, and a
+So a matrix is one argument of a compiled step, of which each takes 0.45 us of the host, and a
 K step has two copies instead of four. Absent bytes are 0.
 """
 
@@ -107,13 +107,15 @@ def factors_at(w: Quantised, ids: jax.Array) -> tuple[jax.Array, jax.Array | Non
     return _unpacked(w.recorded, words)
 
 
-def factor(words: jax.Array, byte: jax.Array, *, signed: bool) -> jax.Array:  # float32[64]
-    """A byte of words as float32, in a kernel."""
+def factor(words: jax.Array, byte: Any, *, signed: bool) -> jax.Array:  # float32[64]
+    """A byte of words as float32, in a kernel; the number of the byte is an int32 scalar."""
+    shift = jnp.int32(24 - 8 * byte if signed else 8 * byte)
+    shift = lax.broadcast_in_dim(shift, words.shape, [])
     if signed:
-        words = lax.shift_left(words, lax.broadcast_in_dim(24 - 8 * byte, words.shape, []))
-        return lax.shift_right_arithmetic(words, jnp.int32(24)).astype(jnp.float32)
-    words = lax.shift_right_logical(words, lax.broadcast_in_dim(8 * byte, words.shape, []))
-    return (words & 0xFF).astype(jnp.float32)
+        words = lax.shift_right_arithmetic(lax.shift_left(words, shift), jnp.int32(24))
+    else:
+        words = lax.shift_right_logical(words, shift) & 0xFF
+    return words.astype(jnp.float32)
 
 
 def half(words: jax.Array, index: int) -> jax.Array:  # float32[64]

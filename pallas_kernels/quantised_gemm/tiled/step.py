@@ -336,16 +336,20 @@ class Step:
     ) -> tuple[jax.Array, jax.Array | None]:  # float32[64] each
         """``scale`` of records."""
         sizes, rows, start = self.spec.sizes, self.spec.small_rows, segment * self.spec.segment
-        _, group = self.place_in_record(self.first_input + start)
-        row, byte = _divided(group, FACTORS_OF_WORD)
         word = FACTORS_OF_WORD * sizes.group
+        if self.spec.config.span % word == 0:  # so the byte is known
+            row, _ = divided(self.place_in_record(self.first_input)[1], FACTORS_OF_WORD)
+            row, byte = row + start // word, start // sizes.group % FACTORS_OF_WORD
+        else:
+            _, group = self.place_in_record(self.first_input + start)
+            row, byte = divided(group, FACTORS_OF_WORD)
 
         def small(first: int) -> jax.Array:
             words = self.words(result, start // word * word, first, first + row)
             return records.factor(words, byte, signed=self.spec.sizes.signed)
 
         supers = self.words(result, start // sizes.super_group * sizes.super_group, -1, -1)
-        scale = small(0) * records.half(supers, 0) * divisor(sizes.kind)
+        scale = small(0) * (records.half(supers, 0) * divisor(sizes.kind))
         return scale, small(rows) * records.half(supers, 1) if sizes.offsets else None
 
     def words(self, result: int, start: int, kind: int, row: Any) -> jax.Array:  # int32[64]
@@ -364,18 +368,19 @@ class Step:
     def place_in_record(self, start: Any) -> tuple[Any, Any]:
         """The record in the stage with an input of the step, and the input's group in it."""
         sizes, block_k = self.spec.sizes, self.spec.config.block_k
+        record, first = jnp.int32(0), start
         if block_k < sizes.super_group:
-            record, first = jnp.int32(0), self.number * block_k + start
-        else:
-            record, first = lax.div(start, jnp.int32(sizes.super_group)), start
-        return record, lax.div(lax.rem(first, jnp.int32(sizes.super_group)), jnp.int32(sizes.group))
+            _, first = divided(self.number * block_k + start, sizes.super_group)
+        elif block_k > sizes.super_group:
+            record, first = divided(start, sizes.super_group)
+        return record, divided(first, sizes.group)[0]
 
     def tile_ref(self, half: Any, index: Any) -> Ref:
         """A tile of values of the stage, by its number among the tiles of inputs."""
         values, spec = self.scratch.values_smem, self.spec
         if not spec.sizes.super_group:
             return values.at[self.stage, half, index]
-        record, tile = _divided(index, spec.record_inputs // TILE)
+        record, tile = divided(index, spec.record_inputs // TILE)
         return values.at[self.stage, half, record, pl.ds(tile * spec.tile_rows, spec.tile_rows)]
 
     def tile(self, result: int, index: int, zero: jax.Array | float) -> jax.Array:
@@ -525,9 +530,13 @@ def sum_of_warpgroups(
     return list(results.values())
 
 
-def _divided(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder."""
-    return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
+def divided(a: Any, b: int) -> tuple[Any, Any]:
+    """Quotient and remainder of a number that is not negative."""
+    if isinstance(a, int):
+        return divmod(a, b)
+    if b & (b - 1):
+        return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
+    return lax.shift_right_logical(a, jnp.int32(b.bit_length() - 1)), a & (b - 1)
 
 
 def _plus(
