@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from kit.thread_values import Memory, Value, registers, replace_mlir
-from pallas_kernels.lib.quantised import Quantised, dequantised
+from pallas_kernels.lib.quantised import Form, Quantised, dequantised, in_form
 from pallas_kernels.quantised_gemm.cases import random_matrix
 from pallas_kernels.quantised_gemm.tiled import integers, records
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 from pallas_kernels.quantised_gemm.tiled.integers import Factors, RecordedFactors
 
+# of one matrix with Q4_K and Q6_K
+MIXED = Form("int8", 16, "int8", offsets=True, super_group=256)
 SPAN, TOKENS, THREADS = 512, 4, 128
 CASES = {
     # form, group, super_group, inputs of a call, unit
@@ -23,6 +25,7 @@ CASES = {
     "q5_k": ("q5_k", 32, 128, 128, 128),
     "q6_k": ("q6_k", 16, 256, 128, 128),
     "q6_k_of_64": ("q6_k", 16, 64, 64, 64),
+    "mixed": ("mixed", 16, 256, 128, 128),
     "int4": ("int4", 128, 0, 256, 128),
     "int4_of_256": ("int4", 256, 0, 256, 128),
     "int4_zeros": ("int4_zeros", 32, 0, 128, 128),
@@ -90,7 +93,10 @@ def test_products_of_a_warpgroup(
     rng = np.random.default_rng(3)
     replace_mlir(monkeypatch, integers)
     whole = super_group or inputs
-    by_rows = random_matrix(rng, form, 64, whole, group, super_group or 256)
+    if form == "mixed":
+        by_rows = in_form(random_matrix(rng, "q4_k", 64, whole, 32), MIXED)
+    else:
+        by_rows = random_matrix(rng, form, 64, whole, group, super_group or 256)
     w = arrange(by_rows)
     x = rng.normal(size=(TOKENS, SPAN)).astype(np.float32)
     x[1, 3], x[2, 64:] = 40.0, 0.0  # an outlier, and units of zeros
