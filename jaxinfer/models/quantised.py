@@ -34,9 +34,11 @@ from pallas_kernels.lib.quantised import (
     joined,
     quantised,
 )
+from pallas_kernels.quantised_gemm.tiled import records
 
 # What a parameter of several forms may take more as one matrix: a launch takes as long as these.
 MAX_COMMON_BYTES = 16 << 20
+RECORD_AXES = 4  # of the array of a matrix that is records
 
 # consecutive sources of one form, each with the outputs and inputs of a device's part
 type Part = tuple[Form | None, tuple[tuple[Source, tuple[int, int]], ...]]
@@ -228,15 +230,15 @@ def _arrays(
             f"with other groups{' or fewer devices' * bool(on)}"
         ) from error
     if arrangement is not None and arrangement.fits(form, total, width):
-        shape, dtype = made.pop(form.kind)
-        dtype = "uint8" if dtype == "int8" else dtype
-        made = {arrangement.kind(form.kind): (shape, dtype), **made}
+        made = arrangement.arrays(form, total, width)
 
     def axes(shape: tuple[int, ...]) -> Axes:
         block, first = total // shape[0], outputs
-        if isinstance(outputs, Fused):
+        if len(shape) == RECORD_AXES:  # only a checkpoint can be divided into them
+            first = name_of(outputs)
+        elif isinstance(outputs, Fused):
             first = Fused(outputs.name, tuple(width // block for width in outputs.widths))
-        return (first, inputs, None)[: len(shape)]
+        return (first, inputs, None, None)[: len(shape)]
 
     return {
         name: _of_all(ArraySpec(shape, axes(shape), np.dtype(dtype)), spec)
@@ -298,9 +300,11 @@ def _joined(members: Sequence[Any], arrangement: Arrangement | None) -> Any:
     if arrangement is not None and arrangement.fits(w.form, w.num_outputs, w.num_inputs):
         if not arrangement.is_on_device:
             w = arrangement.arrange(w)
-        else:  # by rows under the arranged name, until ``arranged_on_device``
+        else:  # values by rows under the arranged name, until ``arranged_on_device``
             values = w.values.view(np.uint8) if w.kind == "int8" else w.values
+            is_recorded = arrangement.is_recorded(w.form)
             w = replace(w, kind=arrangement.kind(w.kind), values=values)
+            w = records.recorded(w) if is_recorded else w
     return w.tree()
 
 
@@ -319,8 +323,12 @@ def _arranged(leaf: Any) -> Any:
     arrangement = arrangement_of(w.kind)
     if arrangement is None or arrangement.on_device is None:
         return leaf
-    values = w.values.view(jnp.int8) if w.base == "int8" else w.values
-    return arrangement.on_device(replace(w, kind=w.base, values=values)).tree()
+    parts, values = w.arrays[1:], w.values
+    if w.recorded is not None:
+        scales, offsets, supers = records.factors_of(w)
+        parts, values = (scales, None, offsets, supers), records.values_of(w)
+    values = values.view(jnp.int8) if w.base == "int8" else values
+    return arrangement.on_device(Quantised(w.base, values, *parts)).tree()
 
 
 def _form_of(tensor: Quantised | np.ndarray) -> Form | None:

@@ -163,7 +163,7 @@ class QuantisedWeight(Weight):
         def rows(one: Quantised) -> jax.Array:
             return rows_of(one, jnp.arange(one.num_outputs, dtype=jnp.int32)).astype(dtype)
 
-        if self.matrix.values.ndim == 3:
+        if self.matrix.is_stack:
             return jax.lax.map(rows, self.matrix)
         return rows(self.matrix) if self.by_output else rows(self.matrix).T
 

@@ -20,7 +20,8 @@ from jaxinfer.models.params import nested
 from jaxinfer.models.sources import ArraySpec
 from jaxinfer.nn.placement import Placement, is_divided, positions
 from pallas_kernels.lib.arrangements import arrangement_of
-from pallas_kernels.lib.quantised import MIDDLE, is_matrix
+from pallas_kernels.lib.quantised import MIDDLE, is_matrix, kind_and_form
+from pallas_kernels.quantised_gemm.tiled.records import factor_rows
 
 _DEVIATION = 0.02  # the usual initializer_range; activations stay near 1 in every family
 # The deviation of random values of quantised matrices, which ``_uniform`` makes: integers are
@@ -31,7 +32,9 @@ _SMALL_FACTOR = 32  # integer scales and offsets; those of GGUF's K forms have 6
 COMPILE_THREADS = 8
 
 
-type Programs = dict[ArraySpec, Future[jax.stages.Compiled]]
+# a kind of arrays, and the words in the last rows of records
+type Kind = tuple[ArraySpec, tuple[int, ...]]
+type Programs = dict[Kind, Future[jax.stages.Compiled]]
 
 
 def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Progress) -> Params:
@@ -58,7 +61,7 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
                     parts = [jax.device_put(filled, device) for device in placement.own_devices]
                     params[path] = placement.of_parts(parts, array.axes)
                 else:
-                    program = programs[_kind(array, placement)].result()
+                    program = programs[_kind(path, array, placement)].result()
                     number = np.uint32(zlib.crc32(f"{seed}/{path}".encode()))
                     found = _positions(array, wholes[path], model.devices, placement)
                     params[path] = program(number, *found)
@@ -68,9 +71,9 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
     return nested(params)
 
 
-def _kind(array: ArraySpec, placement: Placement) -> ArraySpec:
+def _kind(path: str, array: ArraySpec, placement: Placement) -> Kind:
     """The array without axes that are not divided: equal ones are made by the same program."""
-    return replace(array, axes=placement.divided(array.axes))
+    return replace(array, axes=placement.divided(array.axes)), _factor_words(path)
 
 
 def _wholes(model: Model) -> dict[str, ArraySpec | None]:
@@ -110,16 +113,21 @@ def _compiling(
     """A program for each kind of random array. This thread lowers; the pool's threads compile."""
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
     kinds = dict.fromkeys(
-        _kind(array, placement) for path, array in arrays.items() if constants[path] is None
+        _kind(path, array, placement) for path, array in arrays.items() if constants[path] is None
     )
 
-    def program(kind: ArraySpec) -> jax.stages.Lowered:
+    def program(kind: ArraySpec, factors: tuple[int, ...]) -> jax.stages.Lowered:
         sharding, dtype = placement.sharding(kind.axes), jnp.dtype(kind.dtype)
+        words = np.array(factors, np.uint32).view(np.int32)[:, None]
+
+        def with_factors(found: jax.Array) -> jax.Array:
+            return found.at[..., -len(words) :, :].set(words) if factors else found
+
         if placement.num_devices == 1:
 
             def whole(seed: jax.Array) -> jax.Array:
                 indices = jax.lax.iota(jnp.uint32, math.prod(kind.shape))
-                return _uniform(seed, indices, dtype).reshape(kind.shape)
+                return with_factors(_uniform(seed, indices, dtype).reshape(kind.shape))
 
             return jax.jit(whole, out_shardings=sharding).lower(seed)
 
@@ -130,7 +138,7 @@ def _compiling(
                 ones = [1] * len(places)
                 ones[dimension] = -1
                 index = index * shape[dimension] + place.reshape(ones)
-            return _uniform(seed, index, dtype)
+            return with_factors(_uniform(seed, index, dtype))
 
         pairs = zip(kind.shape, kind.axes, strict=True)
         given = [placement.abstract((size,), jnp.uint32, (axis,)) for size, axis in pairs]
@@ -139,7 +147,7 @@ def _compiling(
             placement.abstract((), jnp.uint32), *given
         )
 
-    return {kind: pool.submit(program(kind).compile) for kind in kinds}
+    return {kind: pool.submit(program(*kind).compile) for kind in kinds}
 
 
 def _filled(shape: tuple[int, ...], array: ArraySpec, constant: Any) -> np.ndarray:
@@ -176,16 +184,32 @@ def _constant(path: str, names: Mapping[str, None]) -> Any:
     return 1 if "norm" in name or name.endswith("_scale") else None
 
 
+def _weight_factors(base: str) -> tuple[float, float]:
+    """The scale of a kind's values, and the mean of the products."""
+    scale = _DEVIATION / _DEVIATIONS[base]
+    return scale, (MIDDLE - 0.5) * scale if base == "int4" else 0.0
+
+
 def _factor(name: str, kind: str, others: Collection[str]) -> Any:
     """Scales, zeros, offsets and supers that give random values the deviation, with mean near 0."""
     arrangement, base = arrangement_of(kind), kind.partition("_")[0]
-    scale = _DEVIATION / _DEVIATIONS[base]
-    middle = (MIDDLE - 0.5) * scale if base == "int4" else 0.0
+    scale, middle = _weight_factors(base)
     if "supers" in others:  # scales and offsets are integers
         supers = np.array([scale, -middle][: 1 + ("offsets" in others)]) / _SMALL_FACTOR
         supers = np.repeat(supers, 1 if arrangement is None else arrangement.outputs)
         return {"scales": _SMALL_FACTOR, "offsets": _SMALL_FACTOR, "supers": supers}.get(name)
     return {"scales": scale, "zeros": MIDDLE, "offsets": -middle}.get(name)
+
+
+def _factor_words(path: str) -> tuple[int, ...]:
+    """The last rows of records, those of factors, as ``_factor`` has these; else none."""
+    _, form = kind_and_form(path.rpartition("/")[2])
+    if form is None:
+        return ()
+    scale, middle = _weight_factors(form.kind)
+    supers = np.array([scale, -middle * form.offsets], np.float16) / _SMALL_FACTOR
+    word = int(supers.view(np.uint32)[0])
+    return (0x01010101 * _SMALL_FACTOR,) * (factor_rows(form) - 1) + (word,)
 
 
 def _uniform(seed: jax.Array, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -246,6 +246,10 @@ def _stack(
     stacked = [
         None if parts[0] is None else np.stack(parts) for parts in zip(*members, strict=True)
     ]
+    if (form := made[0].recorded) is not None:
+        assert stacked[0] is not None
+        stacked[0][unread, :, :, -1] = np.full(2, np.nan, np.float16).view(np.int32)[0]
+        return Quantised(made[0].kind, stacked[0], recorded=form)
     factors = stacked[4] if stacked[4] is not None else stacked[1]
     assert factors is not None
     factors[unread] = np.nan

@@ -103,7 +103,7 @@ def _accumulate(
     expert, first_output = gmem.expert[item.tile], item.first_output + role.output * TILE
 
     def step_at(step: jax.Array, stage: jax.Array) -> tiled.Step:
-        k_step = _Step(spec.step, stage, role.member, scratch, role, spec.config.outputs)
+        k_step = _Step(spec.step, stage, role.member, scratch, step, role, spec.config.outputs)
         return k_step.with_block_scales(gmem.tiled.parts.scales, expert, first_output, step)
 
     return tiled.accumulate(ring, spec.num_steps, item.first_step, spec.step, step_at)
@@ -171,13 +171,12 @@ def _kernel(spec: _Spec, gmem: Gmem, scratch: TiledScratch) -> None:
     )
 
 
-def _scratch_types(spec: _Spec, parts: tiled.Parts) -> TiledScratch:
-    """``parts`` are the factors of all experts, see ``tiled.gmem_views``."""
+def _scratch_types(spec: _Spec, views: tiled.Gmem) -> TiledScratch:
     config, sizes = spec.config, spec.sizes
     outputs, others = config.outputs, max(1, config.step.warpgroups - 1)
     return scratch_types(
         spec.step,
-        parts,
+        views,
         tiles=sizes.halves * outputs,
         shared=(outputs, others, spec.step.results, TILE, sizes.columns),
         shared_barriers=plgpu.Barrier(num_arrivals=others, num_barriers=outputs),
@@ -198,5 +197,5 @@ def launch_with(
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
     views = tiled.Gmem(None, *tiled.gmem_views(sizes.tiled, stack, sizes.experts))
-    gmem, scratch = gmem._replace(tiled=views), _scratch_types(spec, views.parts)
+    gmem, scratch = gmem._replace(tiled=views), _scratch_types(spec, views)
     return launch_items("_quantised", _kernel, spec, gmem, scratch, config.warpgroups)

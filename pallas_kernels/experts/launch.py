@@ -17,16 +17,15 @@ from pallas_kernels.experts.stack import Activation, Stack, size_of
 from pallas_kernels.experts.tiles import max_tiles
 from pallas_kernels.lib.checks import not_hopper, without_triton
 from pallas_kernels.lib.device import current_device
-from pallas_kernels.lib.quantised import PACKED, Quantised
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.quantised_gemm.tiled.large.launch import PAIR
 from pallas_kernels.quantised_gemm.tiled.launch import (
     INTEGER_KINDS,
-    SCALE_DTYPES,
-    SMALL_SCALE_DTYPES,
     TiledConfig,
     TiledSizes,
+    unfit_scales,
 )
 
 MMA_TOKENS = 8  # multiple of N of a wgmma
@@ -95,6 +94,7 @@ class Tiled(NamedTuple):
     offsets: bool
     scales_weights: bool = False  # see ``tiled.step``
     block: int = 1  # outputs that share a scale
+    signed: bool = False  # scales with supers may be negative
 
     @property
     def most_rows(self) -> int:
@@ -108,14 +108,11 @@ class Tiled(NamedTuple):
         """The form of a stack's weights; None of a plain one."""
         if not isinstance(stack, Quantised):
             return None
-        kind, (values, scales, zeros, offsets, supers) = stack.kind, stack.arrays
-        inner = values.shape[2] * (2 if KIND_OF[kind] in PACKED else 1)
-        super_group = 0 if supers is None else inner // supers.shape[2]
-        group = inner // scales.shape[2]
-        powers = KIND_OF[kind] == "fp4" and scales.dtype == jnp.bfloat16
-        block = values.shape[1] // scales.shape[1]
-        parts = (zeros is not None, offsets is not None, powers, block)
-        return cls(KIND_OF[kind], group, super_group, *parts)
+        kind, form = KIND_OF[stack.kind], stack.form
+        powers = kind == "fp4" and form.scale_dtype == "bfloat16"
+        signed = form.scale_dtype == "int8"
+        parts = (form.zeros, form.offsets, powers, form.block_outputs, signed)
+        return cls(kind, stack.group, form.super_group or 0, *parts)
 
 
 class GemmSizes(NamedTuple):
@@ -139,9 +136,10 @@ class GemmSizes(NamedTuple):
         """The sizes of one expert's GEMM with the columns of an item."""
         assert self.form is not None
         swiglu = self.halves == 2
-        kind, group, super_group, zeros, offsets, _, block = self.form
+        kind, group, super_group, zeros, offsets, _, block, signed = self.form
         known = (kind, self.columns, self.inner, self.outer, group, super_group)
-        return TiledSizes(*known, zeros, offsets, swiglu, split=False, block=block)
+        more = (zeros, offsets, swiglu)
+        return TiledSizes(*known, *more, split=False, block=block, signed=signed)
 
     @property
     def pairs(self) -> int:
@@ -232,10 +230,7 @@ def _unfit(stack: Quantised, dtype: str) -> str | None:
         return f"{stack.kind} weights are not arranged in tiles"
     if dtype != "bfloat16":
         return f"tokens are {dtype}, not bfloat16"
-    known = SCALE_DTYPES if stack.supers is None else SMALL_SCALE_DTYPES
-    if str(stack.scales.dtype) not in known:
-        return f"scales are {stack.scales.dtype}, not one of {', '.join(known)}"
-    return None
+    return unfit_scales(stack)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def _accumulate(
     expert, first_output = gmem.expert[item.tile], _first_output(spec, item, warpgroup)
 
     def step_at(step: jax.Array, stage: jax.Array) -> tiled.Step:
-        k_step = tiled.Step(spec.step, stage, warpgroup, scratch)
+        k_step = tiled.Step(spec.step, stage, warpgroup, scratch, step)
         return k_step.with_block_scales(gmem.tiled.parts.scales, expert, first_output, step)
 
     (total,) = tiled.accumulate(ring, spec.num_steps, item.first_step, spec.step, step_at)
@@ -148,11 +148,10 @@ def _kernel(spec: _Spec, gmem: Gmem, scratch: TiledScratch) -> None:
     )
 
 
-def _scratch_types(spec: _Spec, parts: tiled.Parts) -> TiledScratch:
-    """``parts`` are the factors of all experts, see ``tiled.gmem_views``."""
+def _scratch_types(spec: _Spec, views: tiled.Gmem) -> TiledScratch:
     return scratch_types(
         spec.step,
-        parts,
+        views,
         tiles=PAIR,
         shared=(TILE, spec.sizes.width if spec.sizes.halves == 2 else 32),
         shared_barriers=plgpu.Barrier(),
@@ -174,5 +173,5 @@ def launch_with(
     views = tiled.Gmem(None, *tiled.gmem_views(sizes.tiled, stack, sizes.experts))
     if spec.step.sums_given:
         views = views._replace(sums=tiled.input_sums(gmem.x, sizes.tiled.group))
-    gmem, scratch = gmem._replace(tiled=views), _scratch_types(spec, views.parts)
+    gmem, scratch = gmem._replace(tiled=views), _scratch_types(spec, views)
     return launch_items("_prompt_quantised", _kernel, spec, gmem, scratch, PAIR)

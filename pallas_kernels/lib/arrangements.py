@@ -4,7 +4,8 @@ An arrangement divides a matrix into tiles: so many outputs, and the inputs of a
 contiguous, and tiles are in the order [O / outputs, K / inputs]. Scales, zeros, offsets and supers
 are in the order [O / outputs, groups, outputs], but scales of blocks of outputs stay by blocks.
 Shapes and dtypes stay those of ``Form.arrays``, but for values in int8: they are stored as uint8,
-plus 128. That inverts their highest bit; the one of fp8, the sign, is inverted too.
+plus 128. That inverts their highest bit; the one of fp8, the sign, is inverted too. A matrix with
+supers in tiles is one array, see ``quantised_gemm/tiled/records.py``.
 
     lanes   for the native kernel of a CPU: 16 outputs, see ``native/src/kernel.h``
     tiles   for the Hopper kernels: 64 outputs, see ``quantised_gemm/tiled/arrange.py``
@@ -14,16 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.lib.quantised import KINDS, PACKED, Form, Quantised, dequantised, nibble_block
+from pallas_kernels.lib.quantised import (
+    KINDS,
+    PACKED,
+    Form,
+    Quantised,
+    dequantised,
+    kind_and_form,
+    nibble_block,
+)
 from pallas_kernels.native.library import library, pack_lanes, pack_tiles
 from pallas_kernels.quantised_gemm.tiled import arrange as tiled
+from pallas_kernels.quantised_gemm.tiled import records
 
 _HIGHEST = 0x80  # XORed to an int8, it adds 128
 
@@ -40,7 +50,8 @@ class Arrangement:
     [outputs, inputs]; two values of a packed kind share a byte, the one in the low half first.
     ``kinds`` are those that the kernel reads, ``stack_kinds`` further ones that it reads in stacks
     of matrices. ``pack`` is a faster way to order a matrix's values on the host; it returns None
-    where it is not installed. ``on_device`` arranges a whole matrix in a trace.
+    where it is not installed. ``on_device`` arranges a whole matrix in a trace. With ``records``
+    matrices with supers are one array.
     """
 
     name: str
@@ -50,6 +61,7 @@ class Arrangement:
     pack: Callable[[str, np.ndarray], np.ndarray | None] = _no_pack
     on_device: Callable[[Quantised], Quantised] | None = None
     stack_kinds: tuple[str, ...] = ()
+    records: bool = False
 
     @property
     def of_stacks(self) -> Arrangement:
@@ -61,8 +73,26 @@ class Arrangement:
         blocks_fit = form.block_outputs == 1 or form.block_outputs % self.outputs == 0
         if form.kind not in self.kinds or not blocks_fit:
             return False
+        if self.is_recorded(form) and not records.fits(form):
+            return False
         inputs = self.positions(form.kind).shape[1]
         return num_outputs % self.outputs == 0 and num_inputs % inputs == 0
+
+    def is_recorded(self, form: Form) -> bool:
+        """True if a matrix of this form is one array of records."""
+        return self.records and form.super_group is not None
+
+    def arrays(
+        self, form: Form, num_outputs: int, num_inputs: int
+    ) -> dict[str, tuple[tuple[int, ...], str]]:
+        """``Form.arrays`` of an arranged matrix."""
+        kind = self.kind(form.kind)
+        if self.is_recorded(form):
+            name, shape, dtype = records.array_of(kind, form, num_outputs, num_inputs)
+            return {name: (shape, dtype)}
+        made = form.arrays(num_outputs, num_inputs)
+        shape, dtype = made.pop(form.kind)
+        return {kind: (shape, "uint8" if dtype == "int8" else dtype), **made}
 
     @property
     def is_on_device(self) -> bool:
@@ -84,6 +114,8 @@ class Arrangement:
             values = self._ordered(w.kind, np.asarray(w.values))
         if w.kind == "fp8":
             values = values.view(w.values.dtype)
+        if self.is_recorded(w.form):
+            return records.recorded(replace(w, kind=self.kind(w.kind), values=values))
 
         def arranged(part: np.ndarray) -> np.ndarray:
             return self._by_tile(part) if len(part) == w.num_outputs else part
@@ -125,14 +157,17 @@ class Arrangement:
         inputs = np.arange(w.num_inputs, dtype=np.int32)
         block = tile[:, None] * (w.num_inputs // table.shape[1]) + inputs // table.shape[1]
         at = block * table.size + jnp.asarray(table)[row][:, inputs % table.shape[1]]  # [T, K]
-        values = w.values.reshape(-1)
+        stored = partial(records.bytes_at, w) if w.recorded else w.values.reshape(-1).__getitem__
         if w.base in PACKED:
-            nibbles = values[at // 2] >> (4 * (at % 2)).astype(jnp.uint8) & 15
+            nibbles = stored(at // 2) >> (4 * (at % 2)).astype(jnp.uint8) & 15
             values = _packed(nibbles)
         else:
-            stored = jax.lax.bitcast_convert_type(values[at], jnp.uint8) ^ jnp.uint8(_HIGHEST)
-            dtype = jnp.int8 if w.base == "int8" else values.dtype
-            values = jax.lax.bitcast_convert_type(stored, dtype)
+            found = jax.lax.bitcast_convert_type(stored(at), jnp.uint8) ^ jnp.uint8(_HIGHEST)
+            dtype = jnp.int8 if w.base == "int8" else w.values.dtype
+            values = jax.lax.bitcast_convert_type(found, dtype)
+        if w.recorded is not None:
+            scales, offsets, supers = records.factors_at(w, ids)
+            return Quantised(w.base, values, scales, None, offsets, supers)
 
         def taken(part: jax.Array) -> jax.Array:  # [T, ...]
             if len(part) < w.num_outputs:
@@ -187,6 +222,7 @@ TILES = Arrangement(
     _pack_tiles,
     tiled.arrange,
     stack_kinds=("fp8",),  # other matrices in fp8 are read by rows, by ``quantised_gemm.fp8``
+    records=True,
 )
 ARRANGEMENTS = (LANES, TILES)
 
@@ -197,8 +233,8 @@ def named(name: str | None) -> Arrangement | None:
 
 
 def arrangement_of(kind: str) -> Arrangement | None:
-    """The arrangement of an arranged kind; None for one by rows."""
-    return named(kind.partition("_")[2])
+    """The arrangement of an arranged kind, or of the name of its array; None for one by rows."""
+    return named(kind_and_form(kind)[0].partition("_")[2])
 
 
 def of_either_order(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,9 @@ integers that these floats multiply (GGUF's K forms). The weight of a stored val
 An fp8 matrix with scales alone may have [O / B, G] of them: each is that of a block of B outputs.
 
 A kernel may read the arrays in another order: see ``arrangements``. The kind then has the name of
-the order behind it, such as ``int4_tiles``.
+the order behind it, such as ``int4_tiles``. A matrix with supers in tiles is one array of records
+(``quantised_gemm.tiled.records``), and the rest of its form is in the array's name, such as
+``int4_tiles_32_256_uint8_offsets``: group, super_group, dtype of scales.
 """
 
 from __future__ import annotations
@@ -112,11 +114,13 @@ class Quantised:
 
     # one of KINDS, with the name of the arrangement behind it if it has one
     kind: str = field(metadata=STATIC)
-    values: Any  # [O, K], or uint8[O, K / 2]
-    scales: Any  # [O, G], or of blocks of outputs [O / B, G]
+    values: Any  # [O, K], or uint8[O, K / 2]; of a recorded matrix int32[O / 64, S, rows, 64]
+    scales: Any = None  # [O, G], or of blocks of outputs [O / B, G]
     zeros: Any = None  # uint8[O, G]
     offsets: Any = None  # [O, G]
     supers: Any = None  # [O, S, 1 or 2]
+    # of a matrix that is records
+    recorded: Form | None = field(default=None, metadata=STATIC, kw_only=True)
 
     @property
     def base(self) -> str:
@@ -126,22 +130,35 @@ class Quantised:
     @property
     def num_outputs(self) -> int:
         """O."""
+        if self.recorded is not None:
+            return self.values.shape[-4] * self.values.shape[-1]
         return self.values.shape[-2]
 
     @property
     def num_inputs(self) -> int:
         """K."""
+        if self.recorded is not None:
+            return self.values.shape[-3] * (self.recorded.super_group or 0)
         return self.values.shape[-1] * (2 if self.base in PACKED else 1)
 
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
+        if self.recorded is not None:
+            return self.recorded.group or 0
         return self.num_inputs // self.scales.shape[-1]
 
     @property
     def block_outputs(self) -> int:
         """Outputs that share scales."""
+        if self.recorded is not None:
+            return 1
         return self.num_outputs // self.scales.shape[-2]
+
+    @property
+    def is_stack(self) -> bool:
+        """True for several matrices."""
+        return self.values.ndim > (2 if self.recorded is None else 4)
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -151,6 +168,8 @@ class Quantised:
     @property
     def form(self) -> Form:
         """The form; one scale a row has no group."""
+        if self.recorded is not None:
+            return self.recorded
         return Form(
             kind=self.kind,
             group=None if self.scales.shape[-1] == 1 else self.group,
@@ -175,7 +194,8 @@ class Quantised:
     def tree(self) -> dict[str, Any]:
         """The dict that ``quantised`` reads."""
         parts = {name: getattr(self, name) for name in _PARTS}
-        return {self.kind: self.values} | {n: part for n, part in parts.items() if part is not None}
+        name = self.kind if self.recorded is None else recorded_name(self.kind, self.recorded)
+        return {name: self.values} | {n: part for n, part in parts.items() if part is not None}
 
 
 def whole_blocks(order: np.ndarray, block: int) -> np.ndarray | None:  # int[O / block]
@@ -191,8 +211,28 @@ def is_matrix(tree: Mapping[str, Any]) -> bool:
 
 def quantised(tree: Mapping[str, Any]) -> Quantised:
     """The quantised matrix of a parameter's dict of arrays."""
-    (kind,) = (name for name in tree if name.partition("_")[0] in KINDS)
-    return Quantised(kind, tree[kind], **{name: tree[name] for name in _PARTS if name in tree})
+    (name,) = (name for name in tree if name.partition("_")[0] in KINDS)
+    kind, recorded = kind_and_form(name)
+    parts = {part: tree[part] for part in _PARTS if part in tree}
+    return Quantised(kind, tree[name], **parts, recorded=recorded)
+
+
+def recorded_name(kind: str, form: Form) -> str:
+    """The name of the array of a recorded matrix of this arranged kind."""
+    parts = (kind, str(form.group), str(form.super_group), form.scale_dtype)
+    return "_".join((*parts, *("offsets",) * form.offsets))
+
+
+def kind_and_form(name: str) -> tuple[str, Form | None]:
+    """The kind, arranged or not, of an array of values by its name; also the form if it is that of
+    a recorded matrix.
+    """
+    base, *rest = name.split("_")
+    if len(rest) < 2:
+        return name, None
+    order, group, super_group, dtype, *offsets = rest
+    form = Form(base, int(group), dtype, offsets=bool(offsets), super_group=int(super_group))
+    return f"{base}_{order}", form
 
 
 def joined(parts: Sequence[Quantised]) -> Quantised:

@@ -94,11 +94,11 @@ def quantised_gemm(
     x, w = args.x, args.w
     if x.ndim != 2 or x.shape[1] != w.num_inputs:
         raise ValueError(f"quantised_gemm: tokens {x.shape} do not fit {w.num_inputs} inputs")
-    if w.num_inputs % w.scales.shape[1]:
+    if w.recorded is None and w.num_inputs % w.scales.shape[1]:
         raise ValueError(
             f"quantised_gemm: {w.scales.shape[1]} groups do not divide {w.num_inputs} inputs"
         )
-    if w.num_outputs % w.scales.shape[0]:
+    if w.recorded is None and w.num_outputs % w.scales.shape[0]:
         raise ValueError(
             f"quantised_gemm: {w.scales.shape[0]} blocks do not divide {w.num_outputs} outputs"
         )

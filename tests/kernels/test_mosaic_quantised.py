@@ -166,6 +166,7 @@ LAUNCHES = {
         replace(_case("q6_k", 16, 8), super_group=128),
         TiledConfig(8, 128, 2, 2),
     ),
+    "parts_of_words": (_case("q4_k", 32, 8), TiledConfig(8, 64, 2, 2)),  # and of records
     "group_of_several_steps": (
         replace(PLAIN, group=512, inner=1024),
         TiledConfig(8, 64, 2, 2),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.lib.quantised import Form, Quantised
+from pallas_kernels.lib.arrangements import TILES
+from pallas_kernels.lib.quantised import Form, Quantised, quantised
 from pallas_kernels.quantised_gemm.cases import random_matrix
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange, restore
 
@@ -32,20 +35,18 @@ def _matrix(form: Form, name: str, outer: int = 128, inner: int = 512) -> Quanti
 
 def traced(w: Quantised) -> Quantised:
     """The same matrix of JAX arrays."""
-    return Quantised(w.kind, *(None if part is None else jnp.asarray(part) for part in w.arrays))
+    return jax.tree.map(jnp.asarray, w)
 
 
 @pytest.mark.parametrize(("form", "name"), FORMS, ids=[name for _, name in FORMS])
 def test_shapes_are_declared_and_the_matrix_is_restored(form: Form, name: str) -> None:
     w = _matrix(form, name)
     tiled = arrange(w)
-    parts = ("scales", "zeros", "offsets", "supers")
-    tree = {n: getattr(tiled, n) for n in parts if getattr(tiled, n) is not None}
-    tree[tiled.kind] = tiled.values
-    expected = form.arrays(128, 512)
-    shape, dtype = expected.pop(form.kind)
-    expected[tiled.kind] = (shape, "uint8" if dtype == "int8" else dtype)
+    tree = tiled.tree()
+    expected = TILES.arrays(form, 128, 512)
     assert {n: (x.shape, str(x.dtype)) for n, x in tree.items()} == expected
+    assert len(tree) == 1 or form.super_group is None
+    assert quantised(tree).form == tiled.form and tiled.form == replace(form, kind=tiled.form.kind)
     assert restore(tiled).kind == w.kind
     for part, same in zip(tiled.arrays, jax.jit(lambda: arrange(traced(w)).arrays)(), strict=True):
         np.testing.assert_array_equal(part, same)

@@ -20,7 +20,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
 from pallas_kernels.experts import decode
-from pallas_kernels.quantised_gemm.tiled import fragments, mosaic, step
+from pallas_kernels.quantised_gemm.tiled import fragments, integers, mosaic, step
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 
 
@@ -65,21 +65,22 @@ def _matmuls(sums: Any, tokens: int, totals: Sequence[jax.Array] | None = None) 
     return found if totals is None else [*map(jnp.add, totals, found)]
 
 
-def _put(whole: jax.Array, target: Any, token: int) -> None:
-    """The high and the low bytes of a token's inputs, in the order of the inputs."""
-    values = whole.astype(jnp.int32)
+def _put(whole: jax.Array, target: Any, totals: Any, token: int) -> None:
+    """The high and the low bytes of a token's inputs, in the order of the inputs, and sums."""
+    values = whole.astype(jnp.int32).reshape(target.shape[0], -1)
+    totals[...] = values.sum(axis=1)
     high = (values + 128) >> 8
     for column, part in enumerate((high, values - 256 * high)):
-        target.at[:, 2 * token + column][...] = part.astype(jnp.int8).reshape(len(whole), 4, -1)
+        target.at[:, 2 * token + column][...] = part.astype(jnp.int8).reshape(len(values), 4, -1)
 
 
 def _multiply(
     kind: str,
     tiles: Sequence[Any],
-    factors: Sequence[Any],
-    supers: tuple[Any, Any] | None,
+    factors: Any,
     tokens: Any,
-    units: tuple[Any, Any],
+    units: Any,
+    totals: Any,
     total: jax.Array,
 ) -> jax.Array:
     """The same sums, group by group; the rows of ``units`` are tokens."""
@@ -87,7 +88,13 @@ def _multiply(
     wide = jnp.concatenate([each.astype(jnp.float32) for each in values], axis=1)
     chunks = tokens.shape[0]
     pairs = tokens[...].astype(jnp.float32).reshape(chunks, 4, 2, -1)
-    x = (pairs[:, :, 0] * 256 + pairs[:, :, 1]) * units[0][...].T[:, :, None]
+    each = jnp.repeat(units[...], chunks // units.shape[1], axis=1)  # [4, chunks]
+    x = (pairs[:, :, 0] * 256 + pairs[:, :, 1]) * each.T[:, :, None]
+    supers = None
+    if isinstance(factors, integers.RecordedFactors):
+        words, factors = factors, _groups_of(factors)
+        pairs = lax.bitcast_convert_type(words.supers[...], jnp.float16)  # [64, 2]
+        supers = pairs.astype(jnp.float32)[:, :, None]
     inputs = wide.shape[1] // len(factors)
     sums = jnp.zeros((TILE, 4), jnp.float32)
     minima = jnp.zeros_like(sums)
@@ -97,20 +104,38 @@ def _multiply(
         some = x[places].transpose(0, 2, 1).reshape(inputs, -1)
         if group.zero is not None:
             own = own - group.zero[...].astype(jnp.float32)[:, None]
-        elif kind == "int4" and group.offset is None:
+        elif kind == "int4" and group.offset is None and supers is None:
             own = own - 8
         product = io_callback(_dot, jax.ShapeDtypeStruct(sums.shape, jnp.float32), own, some)
         sums += product * group.scale[...].astype(jnp.float32)[:, None]
         if group.offset is not None:
-            total_x = units[1][...][:, places].sum(1)
+            total_x = (totals[...].astype(jnp.float32) * each)[:, places].sum(1)
             minima += group.offset[...].astype(jnp.float32)[:, None] * total_x
     if supers is not None:
-        sums *= supers[0][...].astype(jnp.float32)[:, None]
-        minima *= 0 if supers[1] is None else supers[1][...].astype(jnp.float32)[:, None]
+        sums, minima = sums * supers[:, 0], minima * supers[:, 1]
     return total.at[:, ::2].add(sums + minima)
 
 
+def _groups_of(factors: integers.RecordedFactors) -> list[integers.Factors]:
+    """Scales and offsets of each group, from the words of records."""
+    skipped = 0 if factors.skipped is None else factors.skipped
+    dtype = jnp.int8 if factors.signed else jnp.uint8
+
+    def some(words: Sequence[Any], i: int) -> jax.Array | None:
+        if not words:
+            return None
+        found = jnp.concatenate([lax.bitcast_convert_type(w[...], dtype) for w in words], axis=1)
+        return found[:, i + skipped]
+
+    places = range(factors.count)
+    return [
+        integers.Factors(some(factors.scales, i), None, some(factors.offsets, i)) for i in places
+    ]
+
+
 def _load_words(tile: Any) -> jax.Array:
+    if tile.dtype == jnp.int32:
+        return tile[...].reshape(-1)
     return lax.bitcast_convert_type(tile[...].reshape(-1, 4), jnp.int32)
 
 

@@ -199,6 +199,7 @@ def test_k_forms_of_one_parameter_are_one_matrix_for_hopper(
     made = kept().build(*tensors)
     shapes = {name: (array.shape, array.dtype) for name, array in made.items()}
     assert shapes == {name: (a.shape, a.dtype) for name, a in kept().arrays.items()}
+    assert len(made) == 1  # one argument of a step
     matrix = quantised(jax.tree.map(jnp.asarray, made))
     expected = np.concatenate([dequantised(tensor) for tensor in tensors])
     found = rows_of(matrix, jnp.arange(matrix.num_outputs))

@@ -14,20 +14,22 @@ int8 is stored as uint8, plus 128, which inverts the highest bit of a byte. The 
 the sign, is inverted too, so both need the same work; only the kernels of experts read fp8 in this
 order. The other arrays are stored as [O / 64, groups, 64], but scales of blocks of outputs stay by
 blocks. All shapes and other dtypes stay those of ``quantised.Form.arrays``; only the name of the
-values changes.
+values changes. A matrix with supers is one array instead, see ``records``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from pallas_kernels.lib.quantised import PACKED, Quantised
+from pallas_kernels.quantised_gemm.tiled import records
+from pallas_kernels.quantised_gemm.tiled.records import TILE
 
-TILE = 64  # outputs and inputs
 SUFFIX = "_tiles"
 # The arranged kinds, and the kinds of their values.
 KIND_OF = MappingProxyType({kind + SUFFIX: kind for kind in ("int4", "int8", "fp8", "fp4")})
@@ -58,22 +60,29 @@ def arrange(w: Quantised) -> Quantised:
         inverted = values.view(np.uint8) ^ 128
         inverted = _tiled(inverted, _BYTE_SPLIT, _BYTE_ORDER).reshape(shape)
         values = inverted.view(values.dtype) if w.kind == "fp8" else inverted
+    if w.supers is not None:
+        return records.recorded(replace(w, kind=w.kind + SUFFIX, values=values))
     rest = (_moved(part, w.num_outputs, _by_tile) for part in w.arrays[1:])
     return Quantised(w.kind + SUFFIX, values, *rest)
 
 
 def restore(w: Quantised) -> Quantised:
     """The inverse of ``arrange``; also of JAX arrays, in a trace."""
-    kind, values, num_outputs = KIND_OF[w.kind], w.values, w.values.shape[0]
+    kind, num_outputs = KIND_OF[w.kind], w.num_outputs
+    values = w.values if w.recorded is None else records.values_of(w)
+    shape = values.shape
     if kind in PACKED:
         pairs = values.reshape(-1, 1)
         shifts = np.array([0, 4], np.uint8)
         unpacked = _untiled(pairs >> shifts & 15, num_outputs, _SPLIT, _PACKED_ORDER)
         blocks = unpacked.reshape(num_outputs, -1, 2, TILE // 2)
-        values = (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(values.shape)
+        values = (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(shape)
     else:
         inverted = _untiled(values.view(np.uint8), num_outputs, _BYTE_SPLIT, _BYTE_ORDER) ^ 128
         values = inverted.view(np.int8 if kind == "int8" else values.dtype)
+    if w.recorded is not None:
+        scales, offsets, supers = records.factors_of(w)
+        return Quantised(kind, values, scales, None, offsets, supers)
     rest = (_moved(part, num_outputs, _by_output) for part in w.arrays[1:])
     return Quantised(kind, values, *rest)
 

@@ -30,9 +30,10 @@ def _strided(count: int) -> Any:
     return plgpu.Layout.WG_STRIDED((count,), WORDS)
 
 
-def load_words(tile: Ref) -> jax.Array:  # bytes of any dtype in shared memory -> int32[words]
+def load_words(tile: Ref) -> jax.Array:  # bytes or words in shared memory -> int32[words]
     """A tile's values, four consecutive words of each 16 bytes in a thread."""
-    count = int(np.prod(tile.shape)) // 4
+    size = tile.dtype.itemsize
+    count = int(np.prod(tile.shape)) * size // 4
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
@@ -47,11 +48,12 @@ def load_words(tile: Ref) -> jax.Array:  # bytes of any dtype in shared memory -
         flat = mgpu.memref_fold(smem, 0, len(smem.type.shape))
         thread = arith.index_cast(index, mgpu.thread_idx())
         thread = arith.remui(thread, mgpu.c(THREADS, index))
-        first = arith.muli(thread, mgpu.c(4 * WORDS, index))
+        first = arith.muli(thread, mgpu.c(4 * WORDS // size, index))
         registers = np.empty(count // (WORDS * THREADS), dtype=object)
         for i in range(len(registers)):
-            at = arith.addi(first, mgpu.c(4 * WORDS * THREADS * i, index))
-            found = vector.load(ir.VectorType.get((4 * WORDS,), byte), flat, [at], alignment=16)
+            at = arith.addi(first, mgpu.c(4 * WORDS // size * THREADS * i, index))
+            kind = ir.VectorType.get((4 * WORDS // size,), byte)
+            found = vector.load(kind, flat, [at], alignment=16)
             registers[i] = vector.bitcast(ir.VectorType.get((WORDS,), i32), found)
         layout = mgpu.WGStridedFragLayout((count,), WORDS)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)

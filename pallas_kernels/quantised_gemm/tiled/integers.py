@@ -1,14 +1,19 @@
 """A few tokens as integers of 16 bits, times packed weights, by the integer tensor cores.
 
 With few tokens a kernel has no time to make every weight a floating-point number. Here a weight
-stays the byte that a mask leaves of its packed word. A token's inputs are rounded to 16 bits in
-chunks of 32 (16 where weights have groups of 16), each with one float32 unit, as the native kernel
-does on a CPU: 2e-5 of a result. Their two bytes are two columns of operand B of mma.sync
-(m16n8k32, or m16n8k16; "Matrix Fragments for mma.m16n8k32" of the PTX ISA), so 8 columns are four
-tokens. With more, which would take a second instruction, weights made floating-point numbers are
+stays the byte that a mask leaves of its packed word. A token's inputs are rounded to 16 bits, those
+of a *unit* of 128 (64 if a warpgroup has no more) with one float32 factor: 2e-5 of a result. Their
+two bytes are two columns of operand B of mma.sync (m16n8k32, or m16n8k16 where groups have 16
+inputs; "Matrix Fragments for mma.m16n8k32" of the PTX ISA), so 8 columns are four tokens. The sums
+stay integers until the end of a group, with integer scales (records) until that of a unit: for 256
+inputs the loop of Q4_K had 52 loads and 48 conversions where each 32 inputs had a unit of their own
+and factors were bytes; it has 25 and 12.
+
+With more tokens, which would take a second instruction, weights made floating-point numbers are
 faster: for 8 tokens the two GEMMs of Qwen3.5-35B-A3B's delta rule in int4 took 17.8 and 9.8 us on
 an H200, 10.2 and 5.2 without integers. The registers of A have the rows and inputs that ``arrange``
-puts in a word, in another order of the 16 inputs, which the tokens follow.
+puts in a word, in another order of the 16 inputs, which the tokens follow. Of int4 the rows g + 8
+are the high halves of bytes, so their products are 16 times as large.
 
 A result is float32[64, 8] in wgmma's layout, but column 2 t is token t, and others are not used.
 
@@ -18,6 +23,7 @@ JAX's interpreter cannot run what is here: tests replace ``put`` and ``multiply`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +44,7 @@ type Value = Any  # of MLIR
 
 COLUMNS = 8  # of operand B
 LARGEST = 127 * 256  # of a rounded input
-SMALLEST = 1e-30  # unit of a chunk of zeros
+SMALLEST = 1e-30  # factor of a unit of zeros
 ROUNDING = 1.5 * 2.0**23  # added to a float32, it leaves an integer in the lowest bits
 # To read these bits, another one is added. (Without a one, ptxas converts the sum to a byte.)
 READING, READING_BITS = ROUNDING + 1, 0x4B400001
@@ -53,85 +59,114 @@ class Factors(NamedTuple):
     offset: Ref
 
 
-def whole_numbers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:  # [R, chunk]
-    """The inputs of chunks as integers in float32, the unit of each chunk, and the sum of its
-    rounded inputs, float32[R] each.
-    """
+class RecordedFactors(NamedTuple):
+    """The factors of consecutive groups of a record (``records``): int32[64] refs of words."""
+
+    count: int  # of groups
+    signed: bool  # scales
+    scales: Sequence[Ref]  # words of four groups each
+    offsets: Sequence[Ref]  # empty without
+    supers: Ref
+    skipped: jax.Array | None  # int32: groups in the first word before those; None: 0
+
+
+def whole_numbers(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [R, unit]
+    """The inputs of units as integers in float32, and the factor of each unit, float32[R]."""
     wide = x.astype(jnp.float32)
     largest = jnp.maximum(jnp.abs(wide).max(axis=1), SMALLEST)
     scaled = wide * lax.broadcast_in_dim(LARGEST / largest, wide.shape, [0])
-    whole = (scaled + ROUNDING) - ROUNDING
-    unit = largest * (1.0 / LARGEST)
-    return whole, unit, whole.sum(axis=1) * unit
+    return (scaled + ROUNDING) - ROUNDING, largest * (1.0 / LARGEST)
 
 
 def put(
-    whole: jax.Array,  # float32[R, chunk] in the layout of ``token.span_layout``
-    target: Ref,  # int8[R, 8, 4, chunk / 4] in shared memory
+    whole: jax.Array,  # float32[R, unit] in the layout of ``token.span_layout``
+    target: Ref,  # int8[chunks, 8, 4, chunk / 4] in shared memory
+    totals: Ref,  # int32[chunks]
     token: int,
 ) -> None:
-    """Write the bytes of a token's inputs where threads load them as operand B."""
-    rows, chunk = whole.shape
-    layout = span_layout(chunk)
+    """Write the bytes of a token's inputs where threads load them as operand B, and the sum of each
+    chunk.
+    """
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
-    def store(_: Any, array: Any, smem: Any) -> None:
-        byte = ir.IntegerType.get_signless(8)
-        flat = mgpu.memref_fold(smem, 0, len(smem.type.shape))
-        warp, lane = _warp_and_lane()
-        per_row = chunk // 4  # lanes of a row, and bytes of a column's lane
-        row = _add(_mul(warp, rows // 4), arith.divui(lane, _index(per_row)))
-        quarter = arith.remui(lane, _index(per_row))  # four consecutive inputs
-        block = arith.divui(quarter, _index(4))
-        pair = arith.divui(arith.remui(quarter, _index(4)), _index(2))
-        first_lane = _mul(arith.remui(quarter, _index(2)), 2)
-        start = _add(_mul(row, COLUMNS * chunk), _index(2 * token * chunk))
-        start = _add(start, _add(_add(_mul(first_lane, per_row), _mul(block, 4)), pair))
+    @plgpu.inline_mgpu(
+        arg_types=(span_layout(whole.shape[1]), plgpu.RefType(), plgpu.RefType()),
+    )
+    def store(_: Any, array: Any, smem: Any, sums: Any) -> None:
         (register,) = array.registers.flat
-        for i in range(4):
-            value = element(register, i)
-            value = arith.addf(value, _float(READING))
-            value = arith.subi(arith.bitcast(_i32(), value), _int(READING_BITS))
-            high = arith.shrsi(arith.addi(value, _int(128)), _int(8))
-            at = _add(start, _index((i // 2) * per_row + 2 * (i % 2)))
-            memref.store(arith.trunci(byte, high), flat, [at])
-            memref.store(arith.trunci(byte, value), flat, [_add(at, _index(chunk))])
+        _store(register, smem, sums, token)
 
     run: Any = store
-    run(whole, target)
+    run(whole, target, totals)
+
+
+def _store(register: Value, smem: Value, sums: Value, token: int) -> None:
+    """See ``put``: a thread has four consecutive inputs."""
+    byte, chunk = ir.IntegerType.get_signless(8), 4 * smem.type.shape[3]
+    flat = mgpu.memref_fold(smem, 0, len(smem.type.shape))
+    warp, lane = _warp_and_lane()
+    per_row = chunk // 4  # lanes of a chunk, and bytes of a column's lane
+    row = _add(_mul(warp, LANES // per_row), arith.divui(lane, _index(per_row)))
+    quarter = arith.remui(lane, _index(per_row))  # four consecutive inputs
+    block = arith.divui(quarter, _index(4))
+    pair = arith.divui(arith.remui(quarter, _index(4)), _index(2))
+    first_lane = _mul(arith.remui(quarter, _index(2)), 2)
+    start = _add(_mul(row, COLUMNS * chunk), _index(2 * token * chunk))
+    start = _add(start, _add(_add(_mul(first_lane, per_row), _mul(block, 4)), pair))
+    total = None
+    for i in range(4):
+        value = arith.addf(element(register, i), _float(READING))
+        value = arith.subi(arith.bitcast(_i32(), value), _int(READING_BITS))
+        total = value if total is None else arith.addi(total, value)
+        high = arith.shrsi(arith.addi(value, _int(128)), _int(8))
+        at = _add(start, _index((i // 2) * per_row + 2 * (i % 2)))
+        memref.store(arith.trunci(byte, high), flat, [at])
+        memref.store(arith.trunci(byte, value), flat, [_add(at, _index(chunk))])
+    distance = 1
+    while distance < per_row:
+        total = arith.addi(total, _exchanged(total, distance))
+        distance *= 2
+    memref.store(total, sums, [row])  # by all threads of the chunk
 
 
 def multiply(
     kind: str,  # of the weights: int4 or int8
     tiles: Sequence[Ref],  # packed weights [64, 64] of consecutive inputs
-    factors: Sequence[Factors],  # of consecutive groups
-    supers: tuple[Ref, Ref] | None,  # of all scales and all offsets (or None), [64] each
+    factors: Sequence[Factors] | RecordedFactors,  # of consecutive groups
     tokens: Ref,  # of the chunks: int8[chunks, 8, 4, chunk / 4], see ``put``
-    units: tuple[Ref, Ref],  # and of tokens: units and sums, float32[4, chunks] each
+    units: Ref,  # and of tokens: the factors of units, float32[4, units]
+    totals: Ref,  # and the sums of chunks, int32[4, chunks]
     total: jax.Array,  # float32[64, 8]
 ) -> jax.Array:
     """The total plus the products of tiles and tokens."""
     words = [load_words(tile) for tile in tiles]
-    refs = jax.tree.leaves((factors, supers, tokens, units), is_leaf=lambda x: x is None)
+    recorded = factors if isinstance(factors, RecordedFactors) else None
+    own: Any = tuple(factors) if recorded is None else recorded[2:5]
+    shifts = []
+    if recorded is not None and recorded.skipped is not None:
+        shifts = [lax.broadcast_in_dim(8 * recorded.skipped, (TILE,), [])]
+    refs = jax.tree.leaves((own, tokens, units, totals), is_leaf=lambda x: x is None)
     given = [ref for ref in refs if ref is not None]
     strided = plgpu.Layout.WG_STRIDED(words[0].shape, 4)
     result = plgpu.ShapeDtypeStruct((TILE, COLUMNS), jnp.float32, layout=plgpu.Layout.WGMMA)
-    counts, signed = (len(words), len(given)), factors[0].scale.dtype == jnp.int8
 
     @plgpu.inline_mgpu(
         arg_types=(
-            *(strided,) * counts[0],
-            *(plgpu.RefType(),) * counts[1],
+            *(strided,) * len(words),
+            *(plgpu.Layout.WG_SPLAT((TILE,)),) * len(shifts),
+            *(plgpu.RefType(),) * len(given),
             plgpu.Layout.WGMMA,
         ),
         return_type=result,
     )
     def add(_: Any, *arrays: Any) -> Any:
-        loaded = arrays[: counts[0]]
-        found = iter(arrays[counts[0] : -1])
-        own = _like((tuple(factors), supers, tokens, units), found)
-        work = _Work(kind, signed, *own)
-        sums = work.totals(loaded)
+        first = len(words) + len(shifts)
+        loaded, found = arrays[: len(words)], iter(arrays[first:-1])
+        some, *rest = _like((own, tokens, units, totals), found)
+        table: Any = _Table(kind, some)
+        if recorded is not None:
+            shift = arrays[len(words)].registers.flat[0] if shifts else None
+            table = _RecordedTable(recorded, some, shift)
+        sums = _Work(kind, table, *rest).result(loaded)
         before = arrays[-1]
         registers = np.empty_like(before.registers)
         pair = ir.VectorType.get((2,), _f32())
@@ -142,7 +177,7 @@ def multiply(
         return mgpu.FragmentedArray(_registers=registers, _layout=before.layout, _is_signed=None)
 
     run: Any = add
-    return run(*words, *given, total)
+    return run(*words, *shifts, *given, total)
 
 
 def _like(tree: Any, values: Iterator[Any]) -> Any:
@@ -155,19 +190,107 @@ def _like(tree: Any, values: Iterator[Any]) -> Any:
     return next(values)
 
 
+class _Table:
+    """The factors of groups, by arrays of each kind, and the sums of a row's products with them."""
+
+    def __init__(self, kind: str, factors: Sequence[Factors]) -> None:
+        self.kind, self.factors, self.count = kind, factors, len(factors)
+        self.loaded = dict[tuple[int, Value], tuple[Value, Value | None, Value | None]]()
+
+    def products(
+        self,
+        parts: Sequence[tuple[int, Value, Value, Value]],  # group, high and low product, total
+        row: Value,
+        shift: int,
+    ) -> tuple[Value, Value | None]:
+        """The sum of a unit's products times their scales, and that of offsets, float32 in units;
+        parts have inputs of one group. ``shift``: products are of values times two to its power.
+        """
+        found = minimum = None
+        for group, high, low, total in parts:
+            scale, zero, offset = self._of_group(group, row)
+            whole = arith.addi(arith.shli(high, _int(8)), low)
+            if self.kind == "int4" and zero is None and offset is None:
+                whole = arith.subi(whole, arith.shli(total, _int(3 + shift)))  # minus 8
+            value = arith.sitofp(_f32(), whole)
+            if zero is not None:
+                shifted = arith.shli(total, _int(shift)) if shift else total
+                value = _fma(arith.negf(zero), arith.sitofp(_f32(), shifted), value)
+            found = _fma(scale, value, found)
+            if offset is not None:
+                minimum = _fma(offset, arith.sitofp(_f32(), total), minimum)
+        return found, minimum
+
+    def supers(self, row: Value) -> None:
+        """There are none."""
+
+    def _of_group(self, group: int, row: Value) -> tuple[Value, Value | None, Value | None]:
+        """Scale, zero and offset of a row."""
+        if (group, row) not in self.loaded:
+            given = self.factors[group]
+            zero, offset = (
+                None if ref is None else _float_at(ref, row) for ref in (given.zero, given.offset)
+            )
+            self.loaded[group, row] = _float_at(given.scale, row), zero, offset
+        return self.loaded[group, row]
+
+
+class _RecordedTable:
+    """The same of a record; a word is loaded once for four groups, and scales are integers."""
+
+    def __init__(
+        self, factors: RecordedFactors, refs: tuple[Any, Any, Any], shift: Value | None
+    ) -> None:
+        self.count, self.signed, self.shift = factors.count, factors.signed, shift
+        self.scales, self.offsets, self.pairs = refs
+        self.words = dict[tuple[str, int, Value], Value]()
+
+    def products(
+        self, parts: Sequence[tuple[int, Value, Value, Value]], row: Value, shift: int
+    ) -> tuple[Value, Value | None]:
+        """See ``_Table``. 128 bytes of inputs times two bytes are less than 2 ** 31, and so are 128
+        inputs times a byte.
+        """
+        del shift
+        highs = lows = minimum = None
+        for group, high, low, total in parts:
+            scale = self._byte("scales", group, row)
+            highs, lows = _plus_product(scale, high, highs), _plus_product(scale, low, lows)
+            if self.offsets:
+                minimum = _plus_product(self._byte("offsets", group, row), total, minimum)
+        value = _fma(arith.sitofp(_f32(), highs), _float(256.0), arith.sitofp(_f32(), lows))
+        return value, None if minimum is None else arith.sitofp(_f32(), minimum)
+
+    def supers(self, row: Value) -> list[Value]:
+        """The factors of a row's scales and offsets."""
+        pair = ir.VectorType.get((2,), ir.F16Type.get())
+        one = ir.VectorType.get((1,), _i32())
+        halves = vector.bitcast(pair, vector.from_elements(one, [_loaded(self.pairs, row)]))
+        return [arith.extf(_f32(), element(halves, i)) for i in range(2)]
+
+    def _byte(self, kind: str, group: int, row: Value) -> Value:
+        """A byte of the words as an integer."""
+        index, byte = divmod(group, 4)
+        place = kind, index, row
+        if place not in self.words:
+            word = _loaded(getattr(self, kind)[index], row)
+            self.words[place] = word if self.shift is None else arith.shrui(word, self.shift)
+        others = 8 + byte if self.signed else 4  # copies of the byte's sign, or zeros
+        return _permuted(self.words[place], _int(0), 0x1110 * others + byte)
+
+
 class _Work:
     """The code of a thread for some tiles: rows g and g + 8 of its warp."""
 
     def __init__(
         self,
         kind: str,
-        signed: bool,  # of factors that are bytes
-        factors: Sequence[Factors],
-        supers: tuple[Value, Value] | None,
+        factors: _Table | _RecordedTable,
         tokens: Value,
-        units: tuple[Value, Value],
+        units: Value,
+        totals: Value,
     ) -> None:
-        self.kind, self.signed, self.factors, self.supers = kind, signed, factors, supers
+        self.kind, self.factors = kind, factors
         self.num_chunks, *_, quarter = tokens.type.shape
         self.chunk, self.tokens = 4 * quarter, mgpu.memref_fold(tokens, 0, 4)
         warp, lane = _warp_and_lane()
@@ -175,66 +298,63 @@ class _Work:
         self.column = arith.divui(lane, _index(4))
         row = _add(_mul(warp, ROWS), self.column)
         self.rows = (row, _add(row, _index(8)))
-        self.units, self.sums = (self._row_of(ref) for ref in units)
+        self.shifts = (0, 4) if kind == "int4" else (0, 0)  # of rows in the high half of bytes
+        self.units = self._row_of(units, _f32())
+        self.totals = self._row_of(totals, _i32())
 
-    def totals(self, tiles: Sequence[Any]) -> dict[int, Value]:
+    def result(self, tiles: Sequence[Any]) -> list[Value]:
         """The products by half of the rows."""
-        sums, minima = dict[int, Value](), dict[int, Value]()
-        per_group = self.num_chunks // len(self.factors)
-        per_tile = self.num_chunks // len(tiles)
-        for group, factors in enumerate(self.factors):
-            loaded = [self._factors(factors, row) for row in self.rows]
-            for chunk in range(group * per_group, (group + 1) * per_group):
-                tile, index = divmod(chunk, per_tile)
-                operand = self._operand(tiles[tile], index)
-                unit, total = self.units[chunk], self.sums[chunk]
-                for half, product in enumerate(self._products(operand, chunk)):
-                    scale, zero, offset = loaded[half]
-                    value = arith.mulf(product, unit)
-                    if zero is not None:
-                        value = _fma(arith.negf(zero), total, value)
-                    sums[half] = _fma(scale, value, sums.get(half))
-                    if offset is not None:
-                        minima[half] = _fma(offset, total, minima.get(half))
-        if self.supers is not None:
-            given = [part for part in self.supers if part is not None]
-            large = [[self._float_at(part, row) for row in self.rows] for part in given]
-            for half in range(2):
-                sums[half] = arith.mulf(sums[half], large[0][half])
-                if minima:
-                    sums[half] = _fma(large[1][half], minima[half], sums[half])
-        elif minima:
-            sums = {half: arith.addf(sums[half], minima[half]) for half in range(2)}
+        sums: list[Value] = [None, None]
+        minima: list[Value] = [None, None]
+        per_unit = self.num_chunks // len(self.units)
+        for number, unit in enumerate(self.units):
+            chunks = range(number * per_unit, (number + 1) * per_unit)
+            found = list(self._parts(tiles, chunks))
+            for half, row in enumerate(self.rows):
+                parts = [(group, *products[half], total) for group, products, total in found]
+                value, minimum = self.factors.products(parts, row, self.shifts[half])
+                sums[half] = _fma(value, unit, sums[half])
+                if minimum is not None:
+                    minima[half] = _fma(minimum, unit, minima[half])
+        for half, row in enumerate(self.rows):
+            large = self.factors.supers(row)
+            if large is not None:
+                sums[half] = arith.mulf(sums[half], large[0])
+            if shift := self.shifts[half]:
+                sums[half] = arith.mulf(sums[half], _float(2.0**-shift))
+            if minima[half] is not None:
+                last = _float(1.0) if large is None else large[1]
+                sums[half] = _fma(last, minima[half], sums[half])
         return sums
 
-    def _factors(self, factors: Factors, row: Value) -> tuple[Value, Value | None, Value | None]:
-        """Scale, zero and offset of a row."""
-        scale = self._float_at(factors.scale, row)
-        zero = None if factors.zero is None else self._float_at(factors.zero, row)
-        if self.kind == "int4" and factors.zero is None and factors.offset is None:
-            zero = _float(8.0)
-        offset = None if factors.offset is None else self._float_at(factors.offset, row)
-        return scale, zero, offset
+    def _parts(
+        self, tiles: Sequence[Any], chunks: range
+    ) -> Iterator[tuple[int, list[tuple[Value, Value]], Value]]:
+        """For the consecutive chunks of each group its number, the products of the high and the low
+        bytes by half of the rows, and the sum of the inputs.
+        """
+        per_group = self.num_chunks // self.factors.count
+        per_tile = self.num_chunks // len(tiles)
+        for group, own in groupby(chunks, lambda chunk: chunk // per_group):
+            sums, total = None, None
+            for chunk in own:
+                tile, index = divmod(chunk, per_tile)
+                a = self._operand(tiles[tile], index)
+                sums = _mma("u8" if self.kind == "int4" else "s8", a, self._inputs(chunk), sums)
+                one = self.totals[chunk]
+                total = one if total is None else arith.addi(total, one)
+            assert sums is not None
+            yield group, [(sums[0], sums[1]), (sums[2], sums[3])], total
 
-    def _float_at(self, ref: Value, row: Value) -> Value:
-        """An element of a ref [64] as float32."""
-        value = memref.load(mgpu.memref_fold(ref, 0, len(ref.type.shape)), [row])
-        if isinstance(value.type, ir.F32Type):
-            return value
-        if isinstance(value.type, ir.IntegerType):
-            wide = (arith.extsi if self.signed else arith.extui)(_i32(), value)
-            return arith.sitofp(_f32(), wide)
-        return arith.extf(_f32(), value)
-
-    def _row_of(self, ref: Value) -> list[Value]:
-        """The values of the thread's token, one for each chunk."""
+    def _row_of(self, ref: Value, kind: Any) -> list[Value]:
+        """The values of the thread's token."""
         found: list[Value] = []
-        for first in range(0, self.num_chunks, 4):
-            count = min(4, self.num_chunks - first)
-            kind = ir.VectorType.get((count,), _f32())
-            some = vector.load(kind, ref, [self.lane, _index(first)], alignment=4 * count)
-            for i in range(count):
-                found.append(element(some, i))
+        size = ref.type.shape[1]
+        for first in range(0, size, 4):
+            count = min(4, size - first)
+            some = ir.VectorType.get((count,), kind)
+            loaded = vector.load(some, ref, [self.lane, _index(first)], alignment=4 * count)
+            found += [element(loaded, i) for i in range(count)]
         return found
 
     def _operand(self, tile: Any, index: int) -> list[Value]:
@@ -250,18 +370,15 @@ class _Work:
         for block in range(index * blocks, (index + 1) * blocks):
             if self.kind == "int4":
                 word = words[block]
-                found += [
-                    arith.andi(word, _int(0x0F0F0F0F)),
-                    arith.andi(arith.shrui(word, _int(4)), _int(0x0F0F0F0F)),
-                ]
+                found += [arith.andi(word, _int(mask)) for mask in (0x0F0F0F0F, -0x0F0F0F10)]
             else:  # stored with the highest bit inverted
                 first, second = words[2 * block : 2 * block + 2]
                 permuted = (_permuted(first, second, selector) for selector in (0x6240, 0x7351))
                 found += [arith.xori(one, _int(-0x7F7F7F80)) for one in permuted]
         return found
 
-    def _products(self, operand: Sequence[Value], chunk: int) -> list[Value]:
-        """The products of a chunk and the thread's token, float32 in units, by half."""
+    def _inputs(self, chunk: int) -> list[Value]:
+        """Operand B of a chunk."""
         lanes = _add(_mul(self.column, 4), self.lane)
         start = chunk * COLUMNS * self.chunk
         at = _add(_mul(lanes, self.chunk // 4), _index(start))
@@ -269,41 +386,66 @@ class _Work:
         loaded = vector.load(kind, self.tokens, [at], alignment=self.chunk // 4)
         count = self.chunk // 16
         loaded = vector.bitcast(ir.VectorType.get((count,), _i32()), loaded)
-        bytes_ = [element(loaded, i) for i in range(count)]
-        sums = _mma(operand, bytes_)
-        products = []
-        for high, low in (sums[:2], sums[2:]):
-            whole = arith.addi(arith.shli(high, _int(8)), low)
-            products.append(arith.sitofp(_f32(), whole))
-        return products
+        return [element(loaded, i) for i in range(count)]
 
 
-def _mma(a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
-    """mma.sync of one warp from zero: four int32, of row g two columns, then of row g + 8."""
-    depth = 16 * len(b)
-    names = [f"${i}" for i in range(5 + len(a) + len(b))]
-    first, last = 4, 4 + len(a)
+def _mma(
+    kind: str, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value] | None
+) -> list[Value]:
+    """mma.sync of one warp, plus ``c``: four int32, of row g two columns, then of row g + 8."""
+    depth, added = 16 * len(b), [_int(0)] if c is None else list(c)
+    names = [f"${i}" for i in range(4 + len(a) + len(b) + len(added))]
+    first, last, end = 4, 4 + len(a), 4 + len(a) + len(b)
     text = (
-        f"mma.sync.aligned.m16n8k{depth}.row.col.s32.s8.s8.s32 {{{', '.join(names[:4])}}}, "
-        f"{{{', '.join(names[first:last])}}}, {{{', '.join(names[last : last + len(b)])}}}, "
-        f"{{{', '.join([names[-1]] * 4)}}};"
+        f"mma.sync.aligned.m16n8k{depth}.row.col.s32.{kind}.s8.s32 {{{', '.join(names[:4])}}}, "
+        f"{{{', '.join(names[first:last])}}}, {{{', '.join(names[last:end])}}}, "
+        f"{{{', '.join((names[end:] * 4)[:4])}}};"
     )
-    constraints = ",".join(["=r"] * 4 + ["r"] * (len(a) + len(b) + 1))
-    found = assembly(text, constraints, [*a, *b, _int(0)], "!llvm.struct<(i32, i32, i32, i32)>")
-    return [
-        ir.Operation.create(
-            "llvm.extractvalue",
-            results=[_i32()],
-            operands=[found],
-            attributes={"position": ir.DenseI64ArrayAttr.get([i])},
-        ).result
-        for i in range(4)
-    ]
+    constraints = ",".join(["=r"] * 4 + ["r"] * (len(a) + len(b) + len(added)))
+    found = assembly(text, constraints, [*a, *b, *added], "!llvm.struct<(i32, i32, i32, i32)>")
+    return [_extracted(found, i) for i in range(4)]
+
+
+def _extracted(struct: Value, index: int) -> Value:
+    """An int32 of a struct."""
+    return ir.Operation.create(
+        "llvm.extractvalue",
+        results=[_i32()],
+        operands=[struct],
+        attributes={"position": ir.DenseI64ArrayAttr.get([index])},
+    ).result
+
+
+def _exchanged(value: Value, distance: int) -> Value:
+    """The value of the thread whose number in the warp differs in the bit ``distance``."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+    return assembly(text, "=r,r", [value], "i32")
+
+
+def _plus_product(a: Value, b: Value, total: Value | None) -> Value:
+    """An integer product, added to the total."""
+    product = arith.muli(a, b)
+    return product if total is None else arith.addi(total, product)
 
 
 def _permuted(a: Value, b: Value, selector: int) -> Value:
     """prmt: four of the eight bytes of two words."""
     return assembly("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, _int(selector)], "i32")
+
+
+def _loaded(ref: Value, row: Value) -> Value:
+    """An element of a ref [64]."""
+    return memref.load(mgpu.memref_fold(ref, 0, len(ref.type.shape)), [row])
+
+
+def _float_at(ref: Value, row: Value) -> Value:
+    """An element of a ref [64] as float32; integers are not negative."""
+    value = _loaded(ref, row)
+    if isinstance(value.type, ir.F32Type):
+        return value
+    if isinstance(value.type, ir.IntegerType):
+        return arith.sitofp(_f32(), arith.extui(_i32(), value))
+    return arith.extf(_f32(), value)
 
 
 def _warp_and_lane() -> tuple[Value, Value]:

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 
 from pallas_kernels.lib.checks import not_hopper
 from pallas_kernels.lib.device import current_device
-from pallas_kernels.lib.quantised import PACKED
+from pallas_kernels.lib.quantised import PACKED, Quantised
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
 
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
-SMALL_SCALE_DTYPES = ("int8", "uint8")  # with supers
 MMA_TOKENS = 8  # multiple of N of a wgmma; fewer tokens are padded in shared memory
 MMA_INPUTS = 16  # K of a wgmma
 INTEGER_TOKENS = 4  # of an integer instruction
 SPAN = 512  # inputs of a token that a warpgroup rounds at once
-ROUNDED = 16, 32  # inputs of a token that share a unit
+INTEGER_INPUTS = 16, 32  # of an integer instruction
+UNIT = 128  # inputs of a token that are rounded with one factor, if a warpgroup has so many
 INTEGER_KINDS = "int4", "int8"
 FEW_IN_FLIGHT_BYTES = 64 << 10  # of a CTA, so that the next kernel's fits beside it
 MAX_TOKENS = 128  # for more ``tiled.large`` is as fast or faster
@@ -53,6 +53,7 @@ class TiledSizes(NamedTuple):
     wide: bool = False  # a float32 result
     block: int = 1  # outputs that share a scale; a multiple of a tile's if there are more
     normed: bool = False  # the call computes the norm of its token, which stays in shared memory
+    signed: bool = False  # scales with supers may be negative
 
     @property
     def halves(self) -> int:
@@ -82,20 +83,21 @@ class TiledSizes(NamedTuple):
 
 def sizes_of(args: QuantisedGemmArgs, *, normed: bool = False) -> TiledSizes:
     """The sizes of a call's arguments."""
-    (tokens, inner), w = args.x.shape, args.w
+    (tokens, inner), form = args.x.shape, args.w.form
     return TiledSizes(
-        KIND_OF[w.kind],
+        KIND_OF[args.w.kind],
         tokens,
         inner,
-        w.num_outputs // (1 + args.swiglu),
-        w.group,
-        0 if w.supers is None else inner // w.supers.shape[1],
-        w.zeros is not None,
-        w.offsets is not None,
+        args.w.num_outputs // (1 + args.swiglu),
+        args.w.group,
+        form.super_group or 0,
+        form.zeros,
+        form.offsets,
         args.swiglu,
         args.split,
         args.wide,
         normed=normed,
+        signed=form.scale_dtype == "int8",
     )
 
 
@@ -165,9 +167,8 @@ def supports(args: QuantisedGemmArgs) -> str | None:
     sizes = sizes_of(args)
     if x.dtype != jnp.bfloat16:
         return f"tokens are {x.dtype}, not bfloat16"
-    known = SCALE_DTYPES if w.supers is None else SMALL_SCALE_DTYPES
-    if str(w.scales.dtype) not in known:
-        return f"scales are {w.scales.dtype}, not one of {', '.join(known)}"
+    if (reason := unfit_scales(w)) is not None:
+        return reason
     if not 1 <= sizes.tokens <= MAX_TOKENS:
         return f"{sizes.tokens} tokens are not between 1 and {MAX_TOKENS}"
     if sizes.tokens > MMA_TOKENS and sizes.tokens % MMA_TOKENS:
@@ -177,6 +178,15 @@ def supports(args: QuantisedGemmArgs) -> str | None:
     if sizes.group % MMA_INPUTS or not configs(sizes):
         return f"groups of {sizes.group} inputs do not fit K steps of {sizes.inner} inputs"
     return not_hopper()
+
+
+def unfit_scales(w: Quantised) -> str | None:
+    """Why the kernels cannot read a matrix's scales, or None."""
+    if w.supers is not None:
+        return "supers are an array, not a part of records"
+    if w.recorded is None and str(w.scales.dtype) not in SCALE_DTYPES:
+        return f"scales are {w.scales.dtype}, not one of {', '.join(SCALE_DTYPES)}"
+    return None
 
 
 def result_shapes(args: QuantisedGemmArgs) -> jax.ShapeDtypeStruct:
@@ -238,11 +248,13 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
 
 
 def _integer_configs(sizes: TiledSizes) -> list[TiledConfig]:
-    """The configurations with integers that fit the call, the best first."""
+    """The configurations with integers that fit the call, the best first: a step of 64 inputs has
+    nearly as many instructions as one of 128.
+    """
     found = []
     long = sizes.swiglu and sizes.kind in PACKED
     spans = (4 * TILE, 2 * TILE, TILE) if long else (2 * TILE, TILE)
-    for warpgroups, span in product((2,) if sizes.swiglu else (4, 2), spans):
+    for span, warpgroups in product(spans, (2,) if sizes.swiglu else (4, 2)):
         one = TiledConfig(MMA_TOKENS, span, warpgroups, 2, 1, sizes.swiglu, integers=True)
         steps = sizes.inner // one.block_k
         if steps == 0:

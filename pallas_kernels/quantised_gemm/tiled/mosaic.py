@@ -38,6 +38,7 @@ from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.integers import (
     COLUMNS,
     Factors,
+    RecordedFactors,
     multiply,
     put,
     whole_numbers,
@@ -51,12 +52,13 @@ from pallas_kernels.quantised_gemm.tiled.launch import (
 )
 from pallas_kernels.quantised_gemm.tiled.scratch import TiledScratch, scratch_types
 from pallas_kernels.quantised_gemm.tiled.step import (
+    FACTORS_OF_WORD,
     Gmem,
-    Parts,
     Ref,
     Spec,
     Step,
     copy_weights,
+    divided,
     gmem_views,
     share,
     sum_of_warpgroups,
@@ -167,23 +169,42 @@ class _IntegerStep(Step):
             return None if part is None else part.at[self.stage, 0, half, index]
 
         tile = lax.div(first, jnp.int32(TILE))
-        tiles = [
-            self.scratch.values_smem.at[self.stage, half, tile + i] for i in range(length // TILE)
-        ]
-        rows = [row(sizes.group, first + i) for i in range(0, length, sizes.group)]
-        factors = [
-            Factors(at(parts.scales, r), at(parts.zeros, r), at(parts.offsets, r)) for r in rows
-        ]
-        supers = None
+        tiles = [self.tile_ref(half, tile + i) for i in range(length // TILE)]
         if sizes.super_group:
-            count = 1 + sizes.offsets
-            index = row(sizes.super_group, first) * count
-            supers = at(parts.supers, index), at(parts.supers, index + 1) if sizes.offsets else None
+            factors: Any = self._recorded_factors(half, first, length)
+        else:
+            rows = [row(sizes.group, first + i) for i in range(0, length, sizes.group)]
+            factors = [
+                Factors(at(parts.scales, r), at(parts.zeros, r), at(parts.offsets, r)) for r in rows
+            ]
         place = lax.div(self.step * self.spec.config.block_k + first, jnp.int32(chunk))
-        chunks = pl.ds(place, length // chunk)
-        units = tuple(self.scratch.units_smem.at[i, :, chunks] for i in range(2))
+        chunks, each = pl.ds(place, length // chunk), self.spec.unit // chunk
+        units = pl.ds(lax.div(place, jnp.int32(each)), length // self.spec.unit)
         tokens = self.scratch.bytes_smem.at[chunks]
-        return multiply(sizes.kind, tiles, factors, supers, tokens, units, total)
+        factors_of_units = self.scratch.units_smem.at[:, units]
+        totals = self.scratch.totals_smem.at[:, chunks]
+        return multiply(sizes.kind, tiles, factors, tokens, factors_of_units, totals, total)
+
+    def _recorded_factors(self, half: Any, first: jax.Array, length: int) -> RecordedFactors:
+        """The factors of ``length`` inputs from ``first`` on, all of one record."""
+        sizes, words = self.spec.sizes, self.scratch.parts_smem.words
+        record, group = self.place_in_record(first)
+        count, rows = length // sizes.group, self.spec.small_rows
+        row, skipped = divided(group, FACTORS_OF_WORD)
+        if count % FACTORS_OF_WORD == 0 or count == sizes.super_group // sizes.group:
+            skipped = None
+
+        def at(index: Any) -> Ref:
+            return words.at[self.stage, half, record, index]
+
+        kinds = range(0, (1 + sizes.offsets) * rows, rows)
+        small = [
+            [at(start + row + i) for i in range(-(-count // FACTORS_OF_WORD))] for start in kinds
+        ]
+        last = words.shape[3] - 1
+        return RecordedFactors(
+            count, sizes.signed, small[0], small[1] if sizes.offsets else (), at(last), skipped
+        )
 
 
 @dataclass(frozen=True)
@@ -228,13 +249,15 @@ def _write_integers(
     every ``warpgroups``-th span. With a norm the token is added and normalised before, and the
     first CTA writes the sum.
     """
-    count = spec.config.warpgroups
+    count, each = spec.config.warpgroups, spec.unit // spec.chunk
 
     def write(of_token: int, span: Any, inputs: jax.Array) -> None:
-        whole, unit, total = whole_numbers(inputs)
-        put(whole, scratch.bytes_smem.at[span], of_token)
-        scratch.units_smem.at[0, of_token, span][...] = unit
-        scratch.units_smem.at[1, of_token, span][...] = total
+        whole, unit = whole_numbers(inputs)
+        chunks = pl.ds(span.start * each, span.size * each)
+        put(
+            whole, scratch.bytes_smem.at[chunks], scratch.totals_smem.at[of_token, chunks], of_token
+        )
+        scratch.units_smem.at[of_token, span][...] = unit
 
     found = None
     if spec.norm is not None:
@@ -248,7 +271,7 @@ def _write_integers(
         for batch in range(0, len(places), LOADS_IN_FLIGHT):
             loaded = []
             for of_token, span, source in places[batch : batch + LOADS_IN_FLIGHT]:
-                x, layout = gmem.x.at[of_token, source], token.span_layout(spec.chunk)
+                x, layout = gmem.x.at[of_token, source], token.span_layout(spec.unit)
                 loaded.append((of_token, span, plgpu.load(x, layout=layout, optimized=False)))
             for one in loaded:
                 write(*one)
@@ -262,16 +285,16 @@ def _write_integers(
 def _spans(
     spec: Spec, warpgroup: jax.Array, tile: _CtaTile, scratch: TiledScratch
 ) -> list[tuple[int, Any, Any]]:
-    """The warpgroup's spans of the CTA's inputs: token, place among the CTA's chunks, and among
-    all. The last spans may overlap; all write the same.
+    """The warpgroup's spans of the CTA's inputs: token, place among the CTA's units, and among all.
+    The last spans may overlap; all write the same.
     """
-    count, rows = spec.config.warpgroups, token.SPAN // spec.chunk
-    per_step = spec.config.block_k // spec.chunk
-    first, chunks = tile.first_step * per_step, tile.num_steps * per_step
+    count, rows = spec.config.warpgroups, token.SPAN // spec.unit
+    per_step = spec.config.block_k // spec.unit
+    first, units = tile.first_step * per_step, tile.num_steps * per_step
     places = []
     for of_token in range(spec.sizes.tokens):
-        for i in range(0, -(-scratch.bytes_smem.shape[0] // rows), count):
-            start = jnp.minimum((i + warpgroup) * rows, chunks - rows)
+        for i in range(0, -(-scratch.units_smem.shape[1] // rows), count):
+            start = jnp.minimum((i + warpgroup) * rows, units - rows)
             places.append((of_token, pl.ds(start, rows), pl.ds(first + start, rows)))
     return places
 
@@ -292,11 +315,12 @@ def _accumulate(
                 in_one_warp(lambda: copies.next(further))
 
         plgpu.barrier_wait(ring.barriers.at[stage])
-        inputs = Step(spec, stage, warpgroup, copies.scratch)
+        given = (spec, stage, warpgroup, copies.scratch, tile.first_step + step)
+        inputs = Step(*given)
         if spec.config.integers:
-            inputs = _IntegerStep(spec, stage, warpgroup, copies.scratch, step=step)
+            inputs = _IntegerStep(*given, step=step)
         elif spec.norm is not None:
-            inputs = _NormedStep(spec, stage, warpgroup, copies.scratch, step=step)
+            inputs = _NormedStep(*given, step=step)
         totals = inputs.add(totals)
         ring.release_if_reused(stage, step, tile.num_steps)
         return totals
@@ -355,8 +379,7 @@ def _kernel(spec: Spec, gmem: Gmem, results: tuple[Ref, Ref], scratch: TiledScra
         _compute_warpgroup(spec, warpgroup, out, copies)
 
 
-def _scratch_types(spec: Spec, parts: Parts) -> TiledScratch:
-    """``parts`` are the arrays of factors, [halves, O / 64, groups, 64] each."""
+def _scratch_types(spec: Spec, gmem: Gmem) -> TiledScratch:
     config, sizes, count = spec.config, spec.sizes, spec.config.warpgroups
     others, normed = max(1, count - 1), dict[str, Any]()
     if config.integers:
@@ -365,8 +388,11 @@ def _scratch_types(spec: Spec, parts: Parts) -> TiledScratch:
         normed = {
             "x_smem": None,
             "bytes_smem": plgpu.SMEM((chunks, COLUMNS, 4, spec.chunk // 4), jnp.int8),
-            "units_smem": plgpu.SMEM((2, INTEGER_TOKENS, chunks), jnp.float32),
-            "squares_smem": plgpu.SMEM((count, token.SPAN // spec.chunk), jnp.float32),
+            "units_smem": plgpu.SMEM(
+                (INTEGER_TOKENS, chunks * spec.chunk // spec.unit), jnp.float32
+            ),
+            "totals_smem": plgpu.SMEM((INTEGER_TOKENS, chunks), jnp.int32),
+            "squares_smem": plgpu.SMEM((count, token.SPAN // spec.unit), jnp.float32),
             "squares_barrier": plgpu.Barrier(num_arrivals=count),
             "normed_barrier": plgpu.Barrier(num_arrivals=count),
         }
@@ -381,7 +407,7 @@ def _scratch_types(spec: Spec, parts: Parts) -> TiledScratch:
         }
     return scratch_types(
         spec,
-        parts,
+        gmem,
         tiles=sizes.halves,
         shared=(others, spec.results, TILE, config.block_t),
         shared_barriers=plgpu.Barrier(num_arrivals=others),
@@ -398,7 +424,7 @@ def _launch(spec: Spec, gmem: Gmem, total_type: jax.ShapeDtypeStruct | None = No
         partial(_kernel, spec),
         gmem,
         out_type=(total_type, result_shape(config, sizes)),
-        scratch=_scratch_types(spec, gmem.parts),
+        scratch=_scratch_types(spec, gmem),
         grid={
             "split": config.split_k,
             "tokens": -(-sizes.tokens // config.block_t),
@@ -431,7 +457,7 @@ def launch_with(
         raise ValueError(f"{config} does not fit {sizes}")
     spec, x = Spec(sizes, config), args.x
     if config.integers:
-        x = x.reshape(sizes.tokens, -1, spec.chunk)
+        x = x.reshape(sizes.tokens, -1, spec.unit)
     _, out = _launch(spec, Gmem(x, *gmem_views(sizes, args.w), bias=args.bias))
     return out
 
@@ -448,6 +474,6 @@ def launch_normed(config: TiledConfig, args: NormGemmArgs) -> tuple[jax.Array, j
     sizes = sizes_of(gemm, normed=True)
     spec = Spec(sizes, config, norm=token.Norm(norm.row, norm.eps))
     views = gmem_views(sizes, gemm.w)
-    arrays, total_type = token.norm_arrays(norm, spec.chunk)
+    arrays, total_type = token.norm_arrays(norm, spec.unit)
     total, out = _launch(spec, Gmem(arrays, *views, bias=args.bias), total_type)
     return total.reshape(norm.x.shape), out

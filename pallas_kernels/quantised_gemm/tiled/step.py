@@ -5,7 +5,8 @@ multiplies them, as operand A of wgmma in registers. The products of a group of 
 by the tensor cores, then scaled in float32 and added to the result. An offset of a group multiplies
 the sum of the tokens' inputs, which is one more matmul, with ones. Scales of fp4 in bfloat16, those
 of MXFP4, are powers of 2: they multiply the operand, exactly, and steps add to one sum. Where a
-block of outputs shares a scale (fp8), it is a scalar that is read from global memory.
+block of outputs shares a scale (fp8), it is a scalar that is read from global memory. Factors with
+supers are words of records (``records``), of which a step copies the values and all factors.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.epilogues import swiglu_of_many, transposed, write_columns, write_rows
 from pallas_kernels.gemm.pipeline import Ring
 from pallas_kernels.lib.quantised import MIDDLE, Quantised
-from pallas_kernels.quantised_gemm.tiled import fragments
+from pallas_kernels.quantised_gemm.tiled import fragments, records
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
     ACCUMULATOR_REGISTERS,
+    INTEGER_INPUTS,
     MMA_TOKENS,
-    ROUNDED,
+    UNIT,
     TiledConfig,
     TiledSizes,
 )
@@ -40,7 +42,7 @@ from pallas_kernels.residual_norm.token import Norm
 type Ref = Any
 
 ROW_BYTES = 256  # of tiles in shared memory; a TMA copy has at most 256 elements in each dimension
-TMA_ALIGNMENT = 128  # bytes, of a copy's target
+FACTORS_OF_WORD = 4
 
 
 @dataclass(frozen=True)
@@ -59,47 +61,65 @@ class Spec:
 
     @property
     def chunk(self) -> int:
-        """Inputs of one wgmma call: a swizzled row of tokens; or those that share a unit."""
+        """Inputs of one wgmma call: a swizzled row of tokens; or of one call of integers."""
         if self.config.integers:
-            return max(chunk for chunk in ROUNDED if self.sizes.group % chunk == 0)
+            return max(chunk for chunk in INTEGER_INPUTS if self.sizes.group % chunk == 0)
         return min(self.segment, TILE)
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a row of tokens: those that share a factor as integers, or of a chunk."""
+        if not self.config.integers:
+            return self.chunk
+        return min(UNIT, self.config.span, self.sizes.super_group or UNIT)
 
     @property
     def results(self) -> int:
         """Results of a compute warpgroup: 2 for gates and ups, else 1."""
         return 1 if self.config.by_half else self.sizes.halves
 
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile of values."""
+        return self.sizes.tile_bytes // ROW_BYTES
+
+    @property
+    def value_rows(self) -> int:
+        """Rows of values in a record."""
+        return self.sizes.super_group // TILE * self.tile_rows
+
+    @property
+    def small_rows(self) -> int:
+        """Rows of scales in a record, and of offsets."""
+        return records.small_rows(self.sizes.group, self.sizes.super_group)
+
+    @property
+    def record_inputs(self) -> int:
+        """Inputs of a record that a K step has."""
+        return min(self.config.block_k, self.sizes.super_group)
+
 
 class Parts(NamedTuple):
-    """The factors of groups; None where the form has none."""
+    """The factors of groups; None where the form has none. Records have all in ``words``."""
 
-    scales: Any
-    zeros: Any
-    offsets: Any
-    supers: Any
+    scales: Any = None
+    zeros: Any = None
+    offsets: Any = None
+    words: Any = None
 
 
 class Gmem(NamedTuple):
     """Refs to the arrays in global memory; outputs are divided into halves and tiles."""
 
     x: Ref  # [T, K]; with integers [T, K / chunk, chunk]; with a norm ``NormRefs``
-    values: Ref  # [halves, O / 64, K / 64, rows, ROW_BYTES]
-    parts: Parts  # [halves, O / 64, groups, 64] each; scales of blocks [halves, O / block, groups]
+    values: Ref  # [halves, O / 64, K / 64, rows, ROW_BYTES]; records [halves, O / 64, S, rows, 64]
+    # [halves, O / 64, groups, 64] each; scales of blocks [halves, O / block, groups]; of records
+    # there are none
+    parts: Parts
     bias: Ref = None  # [O]
     sums: Ref = None  # float32[groups, T] of a step whose sums of inputs are given
     total: Ref = None  # the sum of a normed token
     out: Ref = None  # [T, O], or float32[S, T, O]
-
-
-def groups_of(spec: Spec) -> Parts:
-    """Inputs that share a scale, a zero, an offset and a super."""
-    sizes = spec.sizes
-    return Parts(
-        sizes.group,
-        sizes.group if sizes.zeros else 0,
-        sizes.group if sizes.offsets else 0,
-        sizes.super_group,
-    )
 
 
 def gmem_views(
@@ -109,35 +129,16 @@ def gmem_views(
 ) -> tuple[jax.Array, Parts]:
     """The arrays of a matrix in the shapes of ``Gmem``; several matrices follow one another."""
     outer = (matrices * sizes.halves, sizes.outer // TILE)
+    if w.recorded is not None:
+        return w.values.reshape(*outer, *w.values.shape[-3:]), Parts()
     rows = sizes.tile_bytes // ROW_BYTES
-    values, scales, *rest = w.arrays
+    values, scales, zeros, offsets, _ = w.arrays
     if sizes.block > 1:
         scales = scales.reshape(outer[0], sizes.outer // sizes.block, -1)
     else:
         scales = scales.reshape(*outer, -1, TILE)
-    parts = Parts(scales, *(x if x is None else x.reshape(*outer, -1, TILE) for x in rest))
-    return values.reshape(*outer, sizes.inner // TILE, rows, ROW_BYTES), parts
-
-
-def weight_types(spec: Spec, parts: Parts, tiles: int) -> tuple[Any, Parts]:
-    """Shared memory for the values and factors of ``tiles`` tiles of outputs, but not for scales of
-    blocks; ``parts`` are arrays as in ``Gmem``.
-    """
-    config, sizes = spec.config, spec.sizes
-
-    def part_type(part: jax.Array | None, group: int) -> Any:
-        if part is None:
-            return None
-        rows = config.rows(group) * part.shape[2] * group // sizes.inner
-        padding = max(1, TMA_ALIGNMENT // (tiles * rows * TILE * part.dtype.itemsize))
-        return plgpu.SMEM((config.stages, padding, tiles, rows, TILE), part.dtype)
-
-    rows = sizes.tile_bytes // ROW_BYTES
-    values = (config.stages, tiles, config.block_k // TILE, rows, ROW_BYTES)
-    if sizes.block > 1:
-        parts = parts._replace(scales=None)
-    parts_smem = Parts(*map(part_type, parts, groups_of(spec)))
-    return plgpu.SMEM(values, jnp.float8_e4m3fn if sizes.kind == "fp8" else jnp.uint8), parts_smem
+    rest = (x if x is None else x.reshape(*outer, -1, TILE) for x in (zeros, offsets))
+    return values.reshape(*outer, sizes.inner // TILE, rows, ROW_BYTES), Parts(scales, *rest)
 
 
 def copy_weights(
@@ -151,16 +152,40 @@ def copy_weights(
 ) -> None:
     """Issue the copies of a K step's weights and their factors."""
     block_k, barrier = spec.config.block_k, scratch.barriers.at[stage]
+    if spec.sizes.super_group:
+        return _copy_records(spec, gmem, scratch, where, step, stage, place)
     tiles = pl.ds(step * (block_k // TILE), block_k // TILE)
     values = gmem.values.at[*where, tiles]
     plgpu.copy_gmem_to_smem(values, scratch.values_smem.at[stage, place], barrier)
-    for part, smem, group in zip(gmem.parts, scratch.parts_smem, groups_of(spec), strict=True):
+    for part, smem in zip(gmem.parts, scratch.parts_smem, strict=True):
         if smem is not None:
-            count = smem.shape[3]
-            first = lax.div(step * block_k, jnp.int32(group))  # group of the step
-            row = first * (count // spec.config.rows(group))  # supers have one or two rows
-            rows = part.at[*where, pl.ds(row, count)]
+            first = lax.div(step * block_k, jnp.int32(spec.sizes.group))  # group of the step
+            rows = part.at[*where, pl.ds(first, smem.shape[3])]
             plgpu.copy_gmem_to_smem(rows, smem.at[stage, 0, place], barrier)
+
+
+def _copy_records(
+    spec: Spec,
+    gmem: Gmem,
+    scratch: Any,
+    where: tuple[Any, Any],
+    step: jax.Array,
+    stage: jax.Array,
+    place: Any,
+) -> None:
+    """See ``copy_weights``. A step of a part of a record copies all of its factors."""
+    block_k, super_group = spec.config.block_k, spec.sizes.super_group
+    values_smem, words_smem = scratch.values_smem, scratch.parts_smem.words
+    own = pl.ds(lax.div(step * block_k, jnp.int32(super_group)), words_smem.shape[2])
+    rows = values_smem.shape[3]
+    first = lax.rem(step, jnp.int32(spec.value_rows // rows)) * rows
+    pairs = (
+        (pl.ds(first, rows), values_smem),
+        (pl.ds(spec.value_rows, words_smem.shape[3]), words_smem),
+    )
+    for some, smem in pairs:
+        source = gmem.values.at[*where, own, some]
+        plgpu.copy_gmem_to_smem(source, smem.at[stage, place], scratch.barriers.at[stage])
 
 
 def input_sums(x: jax.Array, group: int) -> jax.Array:  # [T, K] to float32[K / group, T]
@@ -222,9 +247,11 @@ class Step:
     stage: jax.Array
     warpgroup: jax.Array
     scratch: Any  # x_smem, values_smem, parts_smem, perhaps sums_given_smem
+    number: jax.Array  # among the K steps of the matrix
     # float32 scalars by result and segment: the scales of blocks of outputs
     block_scales: Sequence[Sequence[jax.Array]] = field(default=(), kw_only=True)
-    loaded: dict[tuple[int, int], list[jax.Array]] = field(default_factory=dict, kw_only=True)
+    # words of records by result, their first group in the span, and offset among the rows
+    loaded: dict[tuple[int, int, int], jax.Array] = field(default_factory=dict, kw_only=True)
 
     @property
     def scales_weights(self) -> bool:
@@ -297,33 +324,69 @@ class Step:
         sizes, parts = self.spec.sizes, self.scratch.parts_smem
         if self.block_scales:
             return self.block_scales[result][segment], None
+        if sizes.super_group:
+            return self.recorded_scale(result, segment)
         row = self.row(sizes.group, segment)
         scale = self.factor(parts.scales, result, row)
         offset = self.factor(parts.offsets, result, row) if sizes.offsets else None
-        if not sizes.super_group:
-            return scale * divisor(sizes.kind), offset
-        large, *more = self.supers(result, segment)
-        return scale * large, None if offset is None else offset * more[0]
+        return scale * divisor(sizes.kind), offset
 
-    def supers(self, result: int, segment: int) -> list[jax.Array]:  # float32[64] each
-        """The factors of a segment's scales, and its offsets if there are any; loaded once for all
-        segments that share them.
+    def recorded_scale(
+        self, result: int, segment: int
+    ) -> tuple[jax.Array, jax.Array | None]:  # float32[64] each
+        """``scale`` of records."""
+        sizes, rows, start = self.spec.sizes, self.spec.small_rows, segment * self.spec.segment
+        word = FACTORS_OF_WORD * sizes.group
+        if self.spec.config.span % word == 0:  # so the byte is known
+            row, _ = divided(self.place_in_record(self.first_input)[1], FACTORS_OF_WORD)
+            row, byte = row + start // word, start // sizes.group % FACTORS_OF_WORD
+        else:
+            _, group = self.place_in_record(self.first_input + start)
+            row, byte = divided(group, FACTORS_OF_WORD)
+
+        def small(first: int) -> jax.Array:
+            words = self.words(result, start // word * word, first, first + row)
+            return records.factor(words, byte, signed=self.spec.sizes.signed)
+
+        supers = self.words(result, start // sizes.super_group * sizes.super_group, -1, -1)
+        scale = small(0) * (records.half(supers, 0) * divisor(sizes.kind))
+        return scale, small(rows) * records.half(supers, 1) if sizes.offsets else None
+
+    def words(self, result: int, start: int, kind: int, row: Any) -> jax.Array:  # int32[64]
+        """A row of words of factors, loaded once for all segments behind ``start`` that share it;
+        ``kind`` tells rows for these segments apart.
         """
-        sizes = self.spec.sizes
-        place = result, segment * self.spec.segment // sizes.super_group
-        if place not in self.loaded:
-            count = 1 + sizes.offsets
-            row = self.row(sizes.super_group, segment) * count
-            part = self.scratch.parts_smem.supers
-            scale, *more = (self.factor(part, result, row + i) for i in range(count))
-            self.loaded[place] = [scale * divisor(sizes.kind), *more]
+        ref = self.scratch.parts_smem.words
+        if (place := (result, start, kind)) not in self.loaded:
+            record, _ = self.place_in_record(self.first_input + start)
+            row = ref.shape[3] - 1 if kind < 0 else row
+            chosen = ref.at[self.stage, self.half(result), record, row]
+            layout = plgpu.Layout.WGMMA.reduce(1)
+            self.loaded[place] = plgpu.load(chosen, layout=layout, optimized=False)
         return self.loaded[place]
+
+    def place_in_record(self, start: Any) -> tuple[Any, Any]:
+        """The record in the stage with an input of the step, and the input's group in it."""
+        sizes, block_k = self.spec.sizes, self.spec.config.block_k
+        record, first = jnp.int32(0), start
+        if block_k < sizes.super_group:
+            _, first = divided(self.number * block_k + start, sizes.super_group)
+        elif block_k > sizes.super_group:
+            record, first = divided(start, sizes.super_group)
+        return record, divided(first, sizes.group)[0]
+
+    def tile_ref(self, half: Any, index: Any) -> Ref:
+        """A tile of values of the stage, by its number among the tiles of inputs."""
+        values, spec = self.scratch.values_smem, self.spec
+        if not spec.sizes.super_group:
+            return values.at[self.stage, half, index]
+        record, tile = divided(index, spec.record_inputs // TILE)
+        return values.at[self.stage, half, record, pl.ds(tile * spec.tile_rows, spec.tile_rows)]
 
     def tile(self, result: int, index: int, zero: jax.Array | float) -> jax.Array:
         """A tile's values minus ``zero`` as an operand, bfloat16[64, 64]."""
-        place = self.half(result), lax.div(self.first_input, jnp.int32(TILE)) + index
-        ref = self.scratch.values_smem.at[self.stage, *place]
-        return operand(self.spec.sizes.kind, ref, zero)
+        place = lax.div(self.first_input, jnp.int32(TILE)) + index
+        return operand(self.spec.sizes.kind, self.tile_ref(self.half(result), place), zero)
 
     def tokens(self, start: int) -> Ref:  # [chunk, block_t]
         """A chunk of the tokens' inputs."""
@@ -465,6 +528,15 @@ def sum_of_warpgroups(
             half = other % 2 if spec.config.by_half else i
             results[half] = results[half] + shared if half in results else shared
     return list(results.values())
+
+
+def divided(a: Any, b: int) -> tuple[Any, Any]:
+    """Quotient and remainder of a number that is not negative."""
+    if isinstance(a, int):
+        return divmod(a, b)
+    if b & (b - 1):
+        return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
+    return lax.shift_right_logical(a, jnp.int32(b.bit_length() - 1)), a & (b - 1)
 
 
 def _plus(

@@ -34,7 +34,6 @@ from pallas_kernels.quantised_gemm.tiled.launch import TiledSizes, sizes_of
 from pallas_kernels.quantised_gemm.tiled.scratch import TiledScratch, Ups, scratch_types
 from pallas_kernels.quantised_gemm.tiled.step import (
     Gmem,
-    Parts,
     Ref,
     Spec,
     Step,
@@ -117,8 +116,8 @@ def _compute_warpgroup(
     """The warpgroup's half of all tiles of the CTA."""
     ups = Ups(scratch)
 
-    def step_at(_: jax.Array, stage: jax.Array) -> Step:
-        return Step(spec.step, stage, warpgroup, scratch)
+    def step_at(number: jax.Array, stage: jax.Array) -> Step:
+        return Step(spec.step, stage, warpgroup, scratch, number)
 
     def write_swiglu(tile: Tile, gates: jax.Array) -> None:
         write(spec.step, tile.output, tile.token, [gates, ups.take()], out)
@@ -150,11 +149,10 @@ def _kernel(spec: _Spec, gmem: Gmem, out: Ref, scratch: TiledScratch) -> None:
     )
 
 
-def _scratch_types(spec: _Spec, parts: Parts) -> TiledScratch:
-    """``parts`` are the arrays of factors, [halves, O / 64, groups, 64] each."""
+def _scratch_types(spec: _Spec, gmem: Gmem) -> TiledScratch:
     return scratch_types(
         spec.step,
-        parts,
+        gmem,
         tiles=PAIR,
         shared=(TILE, spec.config.step.block_t if spec.sizes.swiglu else 32),
         shared_barriers=plgpu.Barrier(),
@@ -187,7 +185,7 @@ def launch_with(config: LargeConfig, args: QuantisedGemmArgs) -> jax.Array:  # [
         partial(_kernel, spec),
         gmem,
         out_type=result_shapes(args),
-        scratch=_scratch_types(spec, gmem.parts),
+        scratch=_scratch_types(spec, gmem),
         grid={"cluster": spec.grid.clusters},
         warpgroups=PAIR + 1,
         cluster=config.cluster,
