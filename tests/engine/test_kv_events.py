@@ -20,10 +20,13 @@ from jaxinfer.core.kv_events import KVEventsConfig, endpoint_of_rank, kv_events_
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import PageGroup
+from jaxinfer.core.tiers import DIGEST_SIZE, group_of
+from jaxinfer.engine.events.blocks import Batch, announced_group, as_integer, block_events
 from jaxinfer.engine.events.publisher import END, EventPublisher
 from kit.drive import make_limits
 from kit.kv_subscriber import Index, decode
 from kit.recorded import Run
+from kit.tier_traces import TierTrace
 
 
 def free_port() -> int:
@@ -162,6 +165,29 @@ def test_salts_are_extra_keys_of_the_first_page(sockets: list[Any]) -> None:
     assert event[2] is None and event[3] == [*range(1, 13)]
     assert event[8] == [["tenant"], None, None]
     publisher.close()
+
+
+def test_a_router_knows_pages_that_tiers_bring_back() -> None:
+    """Random traces: pages are evicted and restored, loads fail, requests are aborted."""
+    num_stored = num_restored = 0
+    for seed in range(12):
+        trace = TierTrace(seed)
+        trace.drive.recorded = calls = []
+        trace.run()
+        if (group := announced_group(trace.limits)) is None:
+            continue
+        index, afters = Index(), [*(before for before, _, _ in calls[1:]), trace.drive.state]
+        for (before, events, output), after in zip(calls, afters, strict=True):
+            found = tuple(block_events(group, before, events, output, after))
+            for event in decode(msgspec.msgpack.encode(Batch(0.0, found, 0)))[0]:
+                index.apply(event)
+                num_stored += event[0] == "BlockStored"
+        pool = trace.drive.state.pools[trace.limits.groups[group].pool]
+        keys = [key for key in pool.page_by_hash if group_of(key) == group]
+        assert index.blocks.keys() == {as_integer(key[:DIGEST_SIZE]) for key in keys}
+        assert trace.drive.tiers is not None
+        num_restored += trace.drive.tiers.stats().num_restored
+    assert num_stored > 20 < num_restored
 
 
 def test_replicas_have_their_own_endpoints() -> None:
