@@ -187,8 +187,8 @@ def _extra_keys(request: Request) -> tuple[str, ...] | None:
 def _chains(
     before: SchedulerState, events: Sequence[Event], after: SchedulerState, limits: Limits
 ) -> Iterator[_Chain]:
-    """The sequences with a finished row, as they are after it, also those that have ended; and those
-    whose prefix a tier has brought.
+    """The sequences with a finished row, as they are after it, also those that have ended; before
+    them those whose prefix a tier has brought.
     """
     tickets = {event.ticket for event in events if isinstance(event, Loaded)}
     for seq in before.running if tickets else ():
