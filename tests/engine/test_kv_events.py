@@ -190,10 +190,12 @@ def test_a_router_knows_pages_that_tiers_bring_back() -> None:
     assert num_stored > 20 < num_restored
 
 
-def test_replicas_have_their_own_endpoints() -> None:
+def test_replicas_have_their_own_endpoints_files_and_folders() -> None:
     given = {"enable_kv_cache_events": True, "replay_endpoint": "ipc:///tmp/replay"}
-    config = EngineConfig(kv_events_config=given, record="rec")  # type: ignore[arg-type]
+    config = EngineConfig(kv_events_config=given, record="rec", kv_offloading_disk="a/b")  # type: ignore[arg-type]
+    assert config_of_rank(config, 0).kv_offloading_disk == "a/b"
     ranked = config_of_rank(config, 2)
+    assert ranked.kv_offloading_disk == "a/b/rank2"
     events = kv_events_config(ranked.kv_events_config or "")
     assert ranked.record == "rec.rank2" and events.data_parallel_rank == 2
     assert endpoint_of_rank(events.endpoint, 2) == "tcp://*:5559"
