@@ -24,6 +24,7 @@ from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.engine.requests.news import EngineStats
 from kit.drive import make_limits, make_request
 from kit.fake_executor import VOCAB, FakeExecutor, expected_tokens
+from kit.recorded import Run
 
 
 class Scripted:
@@ -265,3 +266,19 @@ def test_a_step_ends_when_it_is_collected() -> None:
     engine.wait_until_launchable()
     now[0] = 100.0
     assert [step.seconds for step in engine.step().steps] == [5.0]
+
+
+def test_prompts_that_are_computed_whole_are_not_looked_up() -> None:
+    """Their logprobs or activations are read, so they are no misses of the prefix cache."""
+    run = Run()
+    prompt = [*range(1, 14)]
+    sampling = (SamplingParams(max_tokens=2, prompt_logprobs=0), SamplingParams(max_tokens=2))
+    for number, one in enumerate(sampling):
+        run.engine.add_request(str(number), RequestSpec(prompt, one))
+        run.steps(8, 0)
+        stats = run.engine.stats()
+        assert (stats.num_prefilled_tokens, stats.num_looked_up_tokens) == (
+            len(prompt) * (number + 1),
+            len(prompt) * number,
+        )
+    assert stats.num_cached_tokens > 0
