@@ -27,7 +27,7 @@ from jaxinfer.bench.arguments import (
     add_report,
     add_workload,
     count,
-    json_object,
+    extra_body,
     positive,
     report_fields,
     request_fields,
@@ -74,7 +74,7 @@ def parser() -> Parser:
         group.add_argument(f"--command-{name}", help="with {model} and {port}, in its place")
         group.add_argument(f"--model-{name}")
         group.add_argument(f"--args-{name}", type=shlex.split, default=[], metavar="FLAGS")
-        group.add_argument(f"--extra-body-{name}", type=json_object, default={}, metavar="JSON")
+        group.add_argument(f"--extra-body-{name}", type=extra_body, default={}, metavar="JSON")
     add_workload(made)
     add_report(made)
     add_profile(made)
