@@ -22,7 +22,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
 )
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
     {
-        "ttft": "from sending a request to its first chunk",
+        "ttft": "from sending a request to its first chunk, but one that only names a chat's role",
         "tpot": "(e2el - ttft) / (output tokens - 1), of requests with more than one token",
         "itl": "each gap between two chunks of a request; a chunk may hold several tokens",
         "e2el": "from sending a request to its last chunk",

@@ -61,6 +61,38 @@ def test_a_stream_is_read_with_the_time_of_each_chunk() -> None:
     assert 0 < answer.ttft < answer.latency
 
 
+@pytest.mark.parametrize(
+    ("deltas", "times"),
+    [
+        (({"role": "assistant", "content": ""}, {"content": "a"}, {"content": ""}), [1.0, 2.0]),
+        (({"role": "assistant", "content": None}, {"reasoning_content": "a"}), [1.0]),
+        (({"role": "assistant", "tool_calls": []}, {"tool_calls": [{"index": 0}]}), [1.0]),
+        (
+            ({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}),
+            [0.0, 1.0],
+        ),
+    ],
+)
+def test_a_role_alone_is_no_first_chunk(deltas: tuple[Any, ...], times: list[float]) -> None:
+    """Some servers send it when they get the request, others with the first token."""
+    answer = Answer(0.0)
+    for number, delta in enumerate(deltas):
+        answer.take(json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode(), number)
+    assert answer.times == times and not answer.error
+
+
+def test_an_error_within_a_stream_is_its_own_text() -> None:
+    answer = Answer(0.0)
+    answer.take(b'{"error": {"message": "out of pages"}}', 1.0)
+    assert answer.error == '{"message":"out of pages"}'
+
+
+def test_an_error_of_null_is_none() -> None:
+    answer = Answer(0.0)
+    answer.take(b'{"choices": [{"text": "a"}], "error": null, "usage": null}', 1.0)
+    assert answer.times == [1.0] and not answer.error
+
+
 def test_a_stream_that_comes_byte_by_byte() -> None:
     answer = with_stub(lambda _, client: client.post(ROUTE, body("bytewise")))
     assert answer.error == ""
