@@ -253,6 +253,21 @@ def test_the_thread_reads_commands_after_the_wait() -> None:
     assert answers[:2] == ["news", "news"] and isinstance(answers[2], Failed)
 
 
+@pytest.mark.parametrize("method", ["close", "step"])
+def test_an_error_at_the_end_leaves_no_request_waiting(method: str) -> None:
+    def fails() -> None:
+        raise OSError("no space")
+
+    engine = WaitingEngine()
+    setattr(engine, method, fails)
+    answers: list[object] = []
+    engine.thread.send(Submission("first", RequestSpec((1,), SamplingParams())))
+    engine.thread.connect(answers.append)
+    engine.thread.wait()
+    assert isinstance(answers[-1], Failed)
+    assert method == "close" or "no space" in str(answers[-1].error)
+
+
 def test_a_step_ends_when_it_is_collected() -> None:
     """The time of commands before the iteration that reports the step is not the step's."""
     now = [0.0]
