@@ -248,6 +248,7 @@ class Comparison:
                 if process and (end := await process.end_within(seconds)):
                     series.state, series.reason = PARTIAL, end
                 self._add(series, records, target.samples)
+                target.check_ended()
                 left.pop(0)
                 if series.state != COMPLETE:
                     return

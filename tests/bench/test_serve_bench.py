@@ -21,12 +21,20 @@ from jaxinfer.bench import serve
 from jaxinfer.bench.client import Answer, Client
 from jaxinfer.bench.figures import samples, summarize, table
 from jaxinfer.bench.gates import gate_of, verdict
-from jaxinfer.bench.offer import NotReady, Outcome, in_loop, offer, wait_until_ready
+from jaxinfer.bench.offer import Ended, NotReady, Outcome, in_loop, offer, wait_until_ready
 from jaxinfer.bench.process_tree import tree_cpu, tree_memory
-from jaxinfer.bench.records import records_of
-from jaxinfer.bench.serve import sweep_line
+from jaxinfer.bench.records import PARTIAL, Record, Series, records_of
+from jaxinfer.bench.requests import Load
+from jaxinfer.bench.serve import Target, sweep_line
 from jaxinfer.bench.server_process import CommandProcess, free_port
-from jaxinfer.bench.workload import RandomLengths, arrivals, body_of, random_queries, read_queries
+from jaxinfer.bench.workload import (
+    Query,
+    RandomLengths,
+    arrivals,
+    body_of,
+    random_queries,
+    read_queries,
+)
 from jaxinfer.core.errors import BenchError
 
 from .stub_server import GAP, StubServer
@@ -166,6 +174,29 @@ def test_no_more_requests_are_open_than_allowed(limit: int | None) -> None:
         return stub.most_open_requests
 
     assert with_stub(ask) == (limit or 6)
+
+
+def test_a_run_that_is_ended_keeps_its_answers() -> None:
+    """The second session has one of two answers; the third request was not sent yet."""
+    sessions = (1, 1, 2, 2, 3)
+    load = Load(
+        [Query([1], 1, session=number) for number in sessions],
+        [body(max_tokens=count) for count in (1, 1, 1, 5000, 1)],
+        [0.0, 0.0, 0.0, 0.0, 60.0],
+    )
+
+    async def ended(_: StubServer, client: Client) -> tuple[Target, Series, list[Record]]:
+        target = Target(client, "m", ROUTE, shows_progress=False)
+        measuring = asyncio.create_task(target.measure(load, series := Series(name="one"), None))
+        await asyncio.sleep(0.3)
+        measuring.cancel()
+        return target, series, await measuring
+
+    target, series, records = with_stub(ended)
+    assert [(one.turn, one.output_tokens, one.error) for one in records] == [(0, 1, ""), (1, 1, "")]
+    assert (series.state, series.reason) == (PARTIAL, "the run was ended")
+    with pytest.raises(Ended):
+        target.check_ended()
 
 
 def test_no_request_leaves_before_its_time() -> None:

@@ -157,7 +157,7 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
     if num_pages < needed:
         needed_bytes = fixed.bytes_of(split_pages(limits, needed))
         raise ConfigError(
-            f"{what} need {needed} pages of KV cache ({shown(needed_bytes)}, the padding page "
+            f"{what} needs {needed} pages of KV cache ({shown(needed_bytes)}, the padding page "
             f"included) and there is room for {num_pages}; raise num_pages or "
             "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization), or lower max_model_len or "
             "max_num_seqs"
