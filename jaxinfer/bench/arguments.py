@@ -111,7 +111,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     fields.add_argument("--top-p", type=float)
     fields.add_argument("--top-k", type=int)
     fields.add_argument("--min-p", type=float)
-    fields.add_argument("--extra-body", type=json_object, default={}, help="a JSON object")
+    fields.add_argument("--extra-body", type=extra_body, default={}, help="a JSON object")
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -219,6 +219,18 @@ def _gates(text: str) -> str:
     except BenchError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def extra_body(text: str) -> dict[str, Any]:
+    """A JSON object of fields that leave a request one streamed answer, as records have it."""
+    fields = json_object(text)
+    if own := fields.keys() & {"stream", "stream_options", "prompt", "messages", "model"}:
+        raise argparse.ArgumentTypeError(f"{min(own)} is a field that the benchmark sets")
+    several = [name for name in ("n", "best_of") if fields.get(name) not in (None, 1)]
+    if several or fields.get("use_beam_search"):
+        name = (*several, "use_beam_search")[0]
+        raise argparse.ArgumentTypeError(f"{name}: a request has one answer in a benchmark")
+    return fields
 
 
 def json_object(text: str) -> dict[str, Any]:

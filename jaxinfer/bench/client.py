@@ -10,7 +10,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -26,7 +26,16 @@ class ClientError(BenchError):
 
 
 class _Message(msgspec.Struct):
+    role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it has nothing that was generated."""
+        return not (self.content or self.reasoning or self.reasoning_content or self.tool_calls)
 
 
 class _Choice(msgspec.Struct):
@@ -35,6 +44,15 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Message | None = None
     message: _Message | None = None
+    finish_reason: str | None = None
+
+    @property
+    def is_head(self) -> bool:
+        """True if it only names the role of a chat's answer, which some servers send at once."""
+        delta = self.delta
+        if delta is None or not delta.role or self.token_ids or self.finish_reason is not None:
+            return False
+        return delta.is_empty
 
 
 class _Usage(msgspec.Struct):
@@ -47,7 +65,7 @@ class _Chunk(msgspec.Struct):
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
@@ -91,10 +109,10 @@ class Answer:
             self.error = f"unreadable chunk {data[:200]!r}: {error}"
             return
         if chunk.error:
-            self.error = bytes(chunk.error).decode(errors="replace")
-        if chunk.choices:
+            self.error = msgspec.json.encode(chunk.error).decode()
+        choice = chunk.choices[0] if chunk.choices else None
+        if choice is not None and not choice.is_head:
             self.times.append(now)
-            choice = chunk.choices[0]
             message = choice.delta or choice.message
             self.text.append((message.content if message else choice.text) or "")
         for choice in chunk.choices:

@@ -27,7 +27,7 @@ from jaxinfer.bench.arguments import (
     add_report,
     add_workload,
     count,
-    json_object,
+    extra_body,
     positive,
     report_fields,
     request_fields,
@@ -74,7 +74,7 @@ def parser() -> Parser:
         group.add_argument(f"--command-{name}", help="with {model} and {port}, in its place")
         group.add_argument(f"--model-{name}")
         group.add_argument(f"--args-{name}", type=shlex.split, default=[], metavar="FLAGS")
-        group.add_argument(f"--extra-body-{name}", type=json_object, default={}, metavar="JSON")
+        group.add_argument(f"--extra-body-{name}", type=extra_body, default={}, metavar="JSON")
     add_workload(made)
     add_report(made)
     add_profile(made)
@@ -248,6 +248,7 @@ class Comparison:
                 if process and (end := await process.end_within(seconds)):
                     series.state, series.reason = PARTIAL, end
                 self._add(series, records, target.samples)
+                target.check_ended()
                 left.pop(0)
                 if series.state != COMPLETE:
                     return

@@ -22,7 +22,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
 )
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
     {
-        "ttft": "from sending a request to its first chunk",
+        "ttft": "from sending a request to its first chunk, but one that only names a chat's role",
         "tpot": "(e2el - ttft) / (output tokens - 1), of requests with more than one token",
         "itl": "each gap between two chunks of a request; a chunk may hold several tokens",
         "e2el": "from sending a request to its last chunk",
@@ -75,7 +75,8 @@ def summarize(
 ) -> dict[str, float]:
     """The result's fields under vLLM's names; times in ms, ``goodput`` limits in ms.
 
-    Records without requests have medians of their values.
+    Records without requests have medians of their values. A metric without a sample has no
+    figures, or a limit on it would hold: TPOT if no answer has two tokens, all if none succeeded.
     """
     if records and records[0].values:
         return _medians(records)
@@ -97,7 +98,7 @@ def summarize(
     if goodput:
         result["request_goodput"] = _rate(sum(_is_good(one, goodput) for one in done), seconds)
     for name, values in samples(done).items():
-        if name not in metrics:
+        if name not in metrics or not values:
             continue
         result[f"mean_{name}_ms"] = mean(values)
         result[f"median_{name}_ms"] = percentile(values, 50)
@@ -107,7 +108,8 @@ def summarize(
     if any(record.turn for record in done):
         first = samples([record for record in done if not record.turn])["ttft"]
         later = samples([record for record in done if record.turn])["ttft"]
-        result["median_ttft_first_turn_ms"] = percentile(first, 50) if first else 0.0
+        if first:
+            result["median_ttft_first_turn_ms"] = percentile(first, 50)
         result["median_ttft_later_turns_ms"] = percentile(later, 50)
     return result
 

@@ -15,6 +15,7 @@ Each file is written whole or not at all, so a run that is killed leaves the ser
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
@@ -139,7 +140,9 @@ def finished(folder: Folder) -> Generator[Folder]:
         yield folder
     except BaseException as error:
         folder.run.state = PARTIAL
-        folder.run.reason = str(error) or type(error).__name__
+        ended = isinstance(error, (KeyboardInterrupt, asyncio.CancelledError))
+        name = "the run was ended" if ended else type(error).__name__
+        folder.run.reason = str(error) or name
         folder.finish()
         raise
     if any(one.state != "complete" for one in folder.run.series):

@@ -43,6 +43,15 @@ class Outcome:
         return 1e6 * self.cpu_seconds / max(1, chunks)
 
 
+class Ended(asyncio.CancelledError):
+    """The run was ended, as by Ctrl-C: ``outcome`` has the answers of jobs that were done."""
+
+    def __init__(self, outcome: Outcome, is_done: Sequence[bool]) -> None:
+        """``is_done``: of each request, or session."""
+        super().__init__("the run was ended")
+        self.outcome, self.is_done = outcome, is_done
+
+
 type Job = Callable[[], Awaitable[list[Answer]]]
 
 
@@ -118,7 +127,10 @@ async def offer_sessions(
 async def _paced(
     jobs: Sequence[Job], times: Sequence[float], max_concurrency: int | None
 ) -> Outcome:
-    """Begin each job at its time, or when the concurrency limit admits it; all their answers."""
+    """Begin each job at its time, or when the concurrency limit admits it; all their answers.
+
+    Raises ``Ended`` if it is cancelled.
+    """
     limit = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 
     async def limited(job: Job) -> list[Answer]:
@@ -127,11 +139,24 @@ async def _paced(
 
     tasks: list[asyncio.Task[list[Answer]]] = []
     start, cpu = time.perf_counter(), time.process_time()
-    for job, when in zip(jobs, times, strict=True):
-        await _sleep_until(start + when)
-        tasks.append(asyncio.create_task(limited(job)))
-    answers = [answer for done in await asyncio.gather(*tasks) for answer in done]
-    return Outcome(answers, start, time.perf_counter() - start, time.process_time() - cpu)
+
+    def outcome(found: Sequence[list[Answer]]) -> Outcome:
+        answers = [answer for done in found for answer in done]
+        return Outcome(answers, start, time.perf_counter() - start, time.process_time() - cpu)
+
+    try:
+        for job, when in zip(jobs, times, strict=True):
+            await _sleep_until(start + when)
+            tasks.append(asyncio.create_task(limited(job)))
+        return outcome(await asyncio.gather(*tasks))
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        done = [not isinstance(one, BaseException) for one in ended]
+        done += [False] * (len(jobs) - len(tasks))
+        found = [one for one in ended if not isinstance(one, BaseException)]
+        raise Ended(outcome(found), done) from None
 
 
 async def _sleep_until(when: float) -> None:

@@ -119,8 +119,8 @@ def _ratios_of_rounds(
     for name in figures[ours[rounds[0]]]:
         if not is_compared(name):
             continue
-        pairs = [(figures[ours[n]][name], figures[theirs[n]].get(name, 0.0)) for n in rounds]
-        if all(b for _, b in pairs):
+        pairs = [tuple(figures[one[n]].get(name, 0.0) for one in (ours, theirs)) for n in rounds]
+        if all(all(pair) for pair in pairs):
             ratios = [a / b for a, b in pairs]
             rows[name] = {
                 "rounds": ratios,
@@ -169,7 +169,7 @@ def tiers_of(figures: Figures, facts: Figures) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for length in lengths:
         names = {kind: f"{kind}-{length}" for kind in TIERS}
-        if any(name not in figures for name in names.values()):
+        if any("median_ttft_ms" not in figures.get(name, ()) for name in names.values()):
             continue
         times = {kind: figures[name]["median_ttft_ms"] for kind, name in names.items()}
         over = {f"cold_over_{kind}": times["cold"] / times[kind] for kind in TIERS[1:]}

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from jaxinfer.bench.figures import TITLES, details, table
 from jaxinfer.bench.folder import Folder, default_path, finished, now
 from jaxinfer.bench.monitor import Sample, answers_bar, missing_telemetry, summary, watched
 from jaxinfer.bench.offer import (
+    Ended,
     Outcome,
     in_loop,
     offer,
@@ -86,6 +88,7 @@ class Target:
         self.client, self.model, self.endpoint, self.pid = client, model, endpoint, pid
         self.shows_progress = shows_progress
         self.samples: list[Sample] = []  # of the last series
+        self._ended: Ended | None = None
 
     async def warm_up(self, load: Load, count: int, seconds: float) -> None:
         """Wait until the first request succeeds, then send it ``count`` times more."""
@@ -97,12 +100,16 @@ class Target:
     async def measure(
         self, load: Load, series: Series, max_concurrency: int | None, texts: bool = False
     ) -> list[Record]:
-        """Offer a load, and complete the description of its series."""
+        """Offer a load, and complete the description of its series.
+
+        If the run is ended by then the records are those of the answers until then, and
+        ``check_ended``, which the caller calls when they are kept, raises.
+        """
         with (
             watched(self.pid) as self.samples,
             answers_bar(len(load.bodies), self.shows_progress) as on_answer,
         ):
-            outcome = await self.offered(load, max_concurrency, on_answer)
+            outcome, turns = await self._answered(load, series, max_concurrency, on_answer)
         series.requests, series.workload = len(load.bodies), load.workload
         series.facts |= {"client_cpu_us_per_chunk": outcome.cpu_us_per_chunk, **self.memory()}
         series.facts |= summary(self.samples)
@@ -110,7 +117,24 @@ class Target:
         if failure and (await self.client.get("/v1/models")).status == 0:
             series.state, series.reason = PARTIAL, f"the server ended midway ({failure})"
         report_errors(outcome)
-        return records_of(outcome.answers, outcome.start, load.turns, texts=texts)
+        return records_of(outcome.answers, outcome.start, turns, texts=texts)
+
+    def check_ended(self) -> None:
+        """Raise ``Ended`` if the run was ended during the last measurement."""
+        if self._ended is not None:
+            raise self._ended
+
+    async def _answered(
+        self, load: Load, series: Series, limit: int | None, on_answer: Callable[[], None]
+    ) -> tuple[Outcome, list[int]]:
+        """The outcome of a load, and the number of each answer in its session."""
+        try:
+            return await self.offered(load, limit, on_answer), load.turns
+        except Ended as ended:
+            self._ended, series.state, series.reason = ended, PARTIAL, str(ended)
+            jobs = accumulate((not turn for turn in load.turns), initial=-1)
+            pairs = zip(load.turns, islice(jobs, 1, None), strict=True)
+            return ended.outcome, [turn for turn, job in pairs if ended.is_done[job]]
 
     async def offered(
         self, load: Load, limit: int | None, on_answer: Callable[[], None] = lambda: None
@@ -176,6 +200,7 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
                     load, series, given.max_concurrency, texts=given.save_detailed
                 )
                 folder.add(series, records, target.samples)
+                target.check_ended()
                 if series.state != COMPLETE:
                     break
             if given.profile and all(one.state == COMPLETE for one in described.series):

@@ -16,15 +16,14 @@ The first turn may have a ``timestamp`` in ms, at which its session begins.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.bench.traces import Arrival, queries_of
-from jaxinfer.bench.workload import Query, file_text
+from jaxinfer.bench.workload import DEFAULT_OUTPUT, Query, file_text
 from jaxinfer.core.errors import BenchError
-
-DEFAULT_OUTPUT = 256  # tokens of an answer whose length no row tells
 
 type Rows = list[Mapping[str, Any]]
 
@@ -42,6 +41,8 @@ def read_sessions(path: Path, count: int) -> list[Rows]:
             row = json.loads(line)
             turns = row.get("turns", [row])
             checked = [_checked(turn) for turn in turns]
+            if not checked:
+                raise ValueError("it has no turns")
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise BenchError(
                 f"{path} has no turn of a session in line {number} ({error}); a turn has text, "
@@ -72,6 +73,10 @@ def _checked(turn: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError("input_length is not above 0")
     if float(turn.get("delay") or 0) < 0:
         raise ValueError("delay is below 0")
+    if "output_length" in turn and int(turn["output_length"] or 0) < 0:
+        raise ValueError("output_length is below 0")
+    if not math.isfinite(turn.get("timestamp", 0)):
+        raise ValueError("timestamp is no time")
     return turn
 
 

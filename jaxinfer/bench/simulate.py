@@ -133,6 +133,11 @@ def bound_of(trace: Sequence[Arrival], max_input_len: int | None) -> float:
     return sum(most_reused(trace, max_input_len)) / total
 
 
+def cell(figures: Mapping[str, Any], name: str) -> str:
+    """A figure in a table; "" if there is none."""
+    return number(figures[name]) if name in figures else ""
+
+
 def lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """The results as a table; times in ms."""
     rows = [
@@ -141,8 +146,8 @@ def lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
             one["routing"],
             f"{one['hit_rate']:.1%}",
             f"{one['bound']:.1%}",
-            *[number(one[f"p{p}_{m}_ms"]) for m in ("ttft", "tpot") for p in (50, 90, 99)],
-            number(one["request_goodput"]) if "request_goodput" in one else "",
+            *[cell(one, f"p{p}_{m}_ms") for m in ("ttft", "tpot") for p in (50, 90, 99)],
+            cell(one, "request_goodput"),
             str(one["preemptions"]),
             f"{one['busy']:.0%}",
         ]

@@ -89,6 +89,7 @@ async def _level(
     series = Series(name=f"rate-{rate:.4g}", backend="server", rate=rate)
     records = await target.measure(load, series, given.max_concurrency, given.save_detailed)
     folder.add(series, records, target.samples)
+    target.check_ended()
     figures = results_of(folder.run, folder.records())["series"]
     meets = level_meets(folder.run, series, figures)
     verdict = "within" if meets else "exceeds"

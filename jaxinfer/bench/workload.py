@@ -13,12 +13,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from jaxinfer.core.errors import BenchError
+
+DEFAULT_OUTPUT = 256  # tokens of an answer whose length no row tells
 
 type Messages = list[dict[str, Any]]
 
@@ -108,8 +110,9 @@ def read_queries(path: Path, count: int, output_len: int | None, seed: int) -> l
     """Prompts of a file: ShareGPT's JSON list, or JSON lines with ``prompt`` (as HumanEval's);
     shuffled by the seed.
 
-    The answer's length is ``output_len``, else the row's ``output_tokens``, else 256. Raises
-    ``BenchError`` if the file cannot be read or holds no prompts.
+    The answer's length is ``output_len``, else the row's ``output_tokens``, else
+    ``DEFAULT_OUTPUT``. Raises ``BenchError`` if the file cannot be read, holds no prompts, or one
+    of another form.
     """
     text = file_text(path)
     try:
@@ -119,11 +122,17 @@ def read_queries(path: Path, count: int, output_len: int | None, seed: int) -> l
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     except json.JSONDecodeError as error:
         raise BenchError(f"{path} is not JSON ({error}); name another --dataset-path") from error
-    queries = [
-        Query(prompt, output_len or row.get("output_tokens") or 256)
-        for row in rows
-        if isinstance(row, dict) and (prompt := _prompt_of(row))
-    ]
+    queries: list[Query] = []
+    for number, row in enumerate(rows, 1):
+        try:
+            prompt = _prompt_of(row) if isinstance(row, dict) else None
+            if prompt:
+                length = output_len or _length_of(row)
+                queries.append(Query(_checked_prompt(prompt), length))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise BenchError(
+                f"row {number} of {path} is no request ({error}); name another --dataset-path"
+            ) from error
     if not queries:
         raise BenchError(
             f"{path} has no row with 'prompt' or 'conversations'; name another --dataset-path"
@@ -136,16 +145,36 @@ def file_text(path: Path) -> str:
     """The text of a file, which may be gzipped; raises ``BenchError`` if it cannot be read."""
     try:
         data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BenchError(f"{path} cannot be read ({reason}); name another dataset") from error
 
 
-def _prompt_of(row: Mapping[str, Any]) -> str | list[int] | None:
+def _prompt_of(row: Mapping[str, Any]) -> Any:
     if conversations := row.get("conversations"):
         return conversations[0].get("value")
     return row.get("prompt")
+
+
+def _checked_prompt(prompt: Any) -> str | list[int] | Messages:
+    """``prompt`` if it is one; raises ``ValueError`` if not."""
+    if isinstance(prompt, str):
+        return prompt
+    items = cast("list[Any]", prompt if isinstance(prompt, list) else ())
+    ids = [one for one in items if isinstance(one, int) and not isinstance(one, bool) and one >= 0]
+    messages = [one for one in items if isinstance(one, dict) and "role" in one]
+    if not items or len(items) not in (len(ids), len(messages)):
+        raise ValueError("its prompt is neither text, token ids nor messages")
+    return items
+
+
+def _length_of(row: Mapping[str, Any]) -> int:
+    """The length of the answer that a row asks for; raises ``ValueError`` for none."""
+    length = row.get("output_tokens") or DEFAULT_OUTPUT
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"its output_tokens is {length!r}")
+    return length
 
 
 @dataclass(frozen=True)

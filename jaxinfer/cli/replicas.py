@@ -43,14 +43,19 @@ def replica_environments(
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """The settings of the engine of a rank: a recording and KV events of its own."""
+    """The settings of the engine of a rank: a recording, a disk tier and KV events of its own.
+
+    The disk tier of rank 1 is in the folder ``rank1`` of the one that is given, of which rank 0 has
+    the rest.
+    """
     from dataclasses import replace
 
     from jaxinfer.core.kv_events import with_rank
 
-    record, events = config.record, config.kv_events_config
+    record, disk, events = config.record, config.kv_offloading_disk, config.kv_events_config
     return replace(
         config,
         record=f"{record}.rank{rank}" if record and rank else record,
+        kv_offloading_disk=str(Path(disk, f"rank{rank}")) if disk and rank else disk,
         kv_events_config=None if events is None else with_rank(events, rank),
     )

@@ -7,7 +7,8 @@ one for another, nor expect that a prefix has a unit of every group. The content
 the unit's arrays, one after the other; ``UnitForm.views`` has the arrays in it.
 
 All methods are called on the engine's thread, between two steps. They return at once: long work
-belongs to threads of the connector, and ``poll`` reports it.
+belongs to threads of the connector, and ``poll`` reports it. After an exception of a user's
+connector it is not used any more (``exec.tiers.guarded``).
 
 vLLM's KV connector (v1) has the same parts under other names:
 

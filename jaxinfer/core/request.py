@@ -148,6 +148,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
             self.logit_bias or self.min_tokens or self.has_penalties or self.logprobs is not None
         )
 
+    @property
+    def reuses_prefix(self) -> bool:
+        """False if every prompt token is computed: for its logprobs or activations."""
+        return self.prompt_logprobs is None and not self.taps
+
     def _checked(self) -> dict[str, Any]:
         """Every field in canonical form (vLLM accepts several); raises for an invalid one."""
         given = msgspec.structs.asdict(self)  # not of inner structs

@@ -273,8 +273,6 @@ def _num_whole_pages(num_tokens: int, limits: Limits) -> int:
 
 
 def _num_reusable_pages(seq: Sequence, limits: Limits) -> int:
-    sampling = seq.request.sampling
-    needs_all = sampling.prompt_logprobs is not None or bool(sampling.taps)
-    if needs_all or not limits.enable_prefix_caching:
+    if not (limits.enable_prefix_caching and seq.request.sampling.reuses_prefix):
         return 0
     return _num_whole_pages(len(seq.token_ids) - 1, limits)

@@ -19,12 +19,22 @@ import pytest
 from bench import load
 from jaxinfer.bench import serve
 from jaxinfer.bench.client import Answer, Client
-from jaxinfer.bench.figures import samples, summarize
-from jaxinfer.bench.offer import NotReady, Outcome, in_loop, offer, wait_until_ready
+from jaxinfer.bench.figures import samples, summarize, table
+from jaxinfer.bench.gates import gate_of, verdict
+from jaxinfer.bench.offer import Ended, NotReady, Outcome, in_loop, offer, wait_until_ready
 from jaxinfer.bench.process_tree import tree_cpu, tree_memory
-from jaxinfer.bench.records import records_of
+from jaxinfer.bench.records import PARTIAL, Record, Series, records_of
+from jaxinfer.bench.requests import Load
+from jaxinfer.bench.serve import Target, sweep_line
 from jaxinfer.bench.server_process import CommandProcess, free_port
-from jaxinfer.bench.workload import RandomLengths, arrivals, body_of, random_queries, read_queries
+from jaxinfer.bench.workload import (
+    Query,
+    RandomLengths,
+    arrivals,
+    body_of,
+    random_queries,
+    read_queries,
+)
 from jaxinfer.core.errors import BenchError
 
 from .stub_server import GAP, StubServer
@@ -57,6 +67,38 @@ def test_a_stream_is_read_with_the_time_of_each_chunk() -> None:
     assert (answer.prompt_tokens, answer.output_tokens) == (2, 3)
     assert len(answer.gaps) == 2 and all(gap > GAP / 2 for gap in answer.gaps)
     assert 0 < answer.ttft < answer.latency
+
+
+@pytest.mark.parametrize(
+    ("deltas", "times"),
+    [
+        (({"role": "assistant", "content": ""}, {"content": "a"}, {"content": ""}), [1.0, 2.0]),
+        (({"role": "assistant", "content": None}, {"reasoning_content": "a"}), [1.0]),
+        (({"role": "assistant", "tool_calls": []}, {"tool_calls": [{"index": 0}]}), [1.0]),
+        (
+            ({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}),
+            [0.0, 1.0],
+        ),
+    ],
+)
+def test_a_role_alone_is_no_first_chunk(deltas: tuple[Any, ...], times: list[float]) -> None:
+    """Some servers send it when they get the request, others with the first token."""
+    answer = Answer(0.0)
+    for number, delta in enumerate(deltas):
+        answer.take(json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode(), number)
+    assert answer.times == times and not answer.error
+
+
+def test_an_error_within_a_stream_is_its_own_text() -> None:
+    answer = Answer(0.0)
+    answer.take(b'{"error": {"message": "out of pages"}}', 1.0)
+    assert answer.error == '{"message":"out of pages"}'
+
+
+def test_an_error_of_null_is_none() -> None:
+    answer = Answer(0.0)
+    answer.take(b'{"choices": [{"text": "a"}], "error": null, "usage": null}', 1.0)
+    assert answer.times == [1.0] and not answer.error
 
 
 def test_a_stream_that_comes_byte_by_byte() -> None:
@@ -134,6 +176,29 @@ def test_no_more_requests_are_open_than_allowed(limit: int | None) -> None:
     assert with_stub(ask) == (limit or 6)
 
 
+def test_a_run_that_is_ended_keeps_its_answers() -> None:
+    """The second session has one of two answers; the third request was not sent yet."""
+    sessions = (1, 1, 2, 2, 3)
+    load = Load(
+        [Query([1], 1, session=number) for number in sessions],
+        [body(max_tokens=count) for count in (1, 1, 1, 5000, 1)],
+        [0.0, 0.0, 0.0, 0.0, 60.0],
+    )
+
+    async def ended(_: StubServer, client: Client) -> tuple[Target, Series, list[Record]]:
+        target = Target(client, "m", ROUTE, shows_progress=False)
+        measuring = asyncio.create_task(target.measure(load, series := Series(name="one"), None))
+        await asyncio.sleep(0.3)
+        measuring.cancel()
+        return target, series, await measuring
+
+    target, series, records = with_stub(ended)
+    assert [(one.turn, one.output_tokens, one.error) for one in records] == [(0, 1, ""), (1, 1, "")]
+    assert (series.state, series.reason) == (PARTIAL, "the run was ended")
+    with pytest.raises(Ended):
+        target.check_ended()
+
+
 def test_no_request_leaves_before_its_time() -> None:
     times = [0.0, 0.1, 0.15]
 
@@ -203,6 +268,48 @@ def test_datasets_of_files(tmp_path: Path, text: str, prompts: set[tuple[str, in
         read_queries(path, 1, None, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"prompt": "a"}\n{"prompt": 5}', "row 2 .* neither text, token ids nor messages"),
+        ('{"prompt": [1, "b"]}', "row 1 .* neither text"),
+        ('{"prompt": [{"content": "a"}]}', "row 1 .* neither text"),
+        ('[{"conversations": ["a"]}]', "row 1 .* no request"),
+        ('[{"conversations": {"from": "human"}}]', "row 1 .* no request"),
+        ('{"prompt": "a", "output_tokens": "x"}', "output_tokens is 'x'"),
+        ('{"prompt": "a", "output_tokens": -1}', "output_tokens is -1"),
+    ],
+)
+def test_rows_of_another_form_are_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "data"
+    path.write_text(text)
+    with pytest.raises(BenchError, match=words):
+        read_queries(path, 2, None, seed=0)
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}', encoding="utf-8-sig")
+    assert read_queries(path, 1, 3, seed=0)[0].prompt == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"n": 2}', "n: a request has one answer"),
+        ('{"best_of": 3}', "best_of: a request has one answer"),
+        ('{"use_beam_search": true}', "use_beam_search: a request has one answer"),
+        ('{"stream": false}', "stream is a field that the benchmark sets"),
+    ],
+)
+def test_fields_that_records_cannot_have(
+    text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_serve("--extra-body", text)
+    assert words in capsys.readouterr().err
+
+
 def test_bodies_of_both_routes() -> None:
     query = random_queries(RandomLengths(input_len=2, output_len=3), [5], 1, seed=0)[0]
     asked = json.loads(body_of(query, ROUTE, "m", {"ignore_eos": True}))
@@ -237,6 +344,20 @@ def test_figures_are_vllms() -> None:
     assert result["request_throughput"] == 0.5 and result["request_goodput"] == 0.25
     assert result["output_throughput"] == 1.5 and result["total_token_throughput"] == 4.0
     assert result["median_ttft_ms"] == 375 and result["p99_itl_ms"] == pytest.approx(1990)
+
+
+def test_a_metric_without_a_sample_has_no_figures() -> None:
+    """A limit on TPOT, or any limit after failures, must not hold for want of samples."""
+    one = Answer(10.0, times=[10.5], prompt_tokens=4, output_tokens=1, end=10.5)
+    failed = Answer(10.0, error="HTTP 500", end=10.1)
+    found = summarize(records_of([one, failed], 10.0), percentiles=(99,))
+    assert found["p99_ttft_ms"] == 500
+    assert not [name for name in found if "tpot" in name or "itl" in name]
+    found = summarize(records_of([failed], 10.0), percentiles=(99,))
+    assert found["failed"] == 1 and not [name for name in found if name.endswith("_ms")]
+    assert not verdict(gate_of("ttft_p99<200ms"), [found], ())["holds"]
+    table(found, (99,))
+    sweep_line("1", found)
 
 
 def run_serve(*arguments: str) -> int:

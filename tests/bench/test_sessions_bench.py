@@ -112,6 +112,9 @@ def test_after_a_failed_turn_no_other_is_sent() -> None:
         ('{"session_id": "a", "turns": [{"text": 3}]}', "text is no string"),
         ('{"session_id": "a", "messages": [{}]}', "has no role"),
         ('{"text": "a", "delay": -1}', "delay is below 0"),
+        ('{"session_id": "a", "turns": []}', "it has no turns"),
+        ('{"text": "a", "timestamp": "noon"}', "line 1"),
+        ('{"text": "a", "output_length": -4}', "output_length is below 0"),
         ("", "has no sessions"),
     ],
 )

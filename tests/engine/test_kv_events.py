@@ -20,10 +20,13 @@ from jaxinfer.core.kv_events import KVEventsConfig, endpoint_of_rank, kv_events_
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import PageGroup
+from jaxinfer.core.tiers import DIGEST_SIZE, group_of
+from jaxinfer.engine.events.blocks import Batch, announced_group, as_integer, block_events
 from jaxinfer.engine.events.publisher import END, EventPublisher
 from kit.drive import make_limits
 from kit.kv_subscriber import Index, decode
 from kit.recorded import Run
+from kit.tier_traces import TierTrace
 
 
 def free_port() -> int:
@@ -164,10 +167,35 @@ def test_salts_are_extra_keys_of_the_first_page(sockets: list[Any]) -> None:
     publisher.close()
 
 
-def test_replicas_have_their_own_endpoints() -> None:
+def test_a_router_knows_pages_that_tiers_bring_back() -> None:
+    """Random traces: pages are evicted and restored, loads fail, requests are aborted."""
+    num_stored = num_restored = 0
+    for seed in range(12):
+        trace = TierTrace(seed)
+        trace.drive.recorded = calls = []
+        trace.run()
+        if (group := announced_group(trace.limits)) is None:
+            continue
+        index, afters = Index(), [*(before for before, _, _ in calls[1:]), trace.drive.state]
+        for (before, events, output), after in zip(calls, afters, strict=True):
+            found = tuple(block_events(group, before, events, output, after))
+            for event in decode(msgspec.msgpack.encode(Batch(0.0, found, 0)))[0]:
+                index.apply(event)
+                num_stored += event[0] == "BlockStored"
+        pool = trace.drive.state.pools[trace.limits.groups[group].pool]
+        keys = [key for key in pool.page_by_hash if group_of(key) == group]
+        assert index.blocks.keys() == {as_integer(key[:DIGEST_SIZE]) for key in keys}
+        assert trace.drive.tiers is not None
+        num_restored += trace.drive.tiers.stats().num_restored
+    assert num_stored > 20 < num_restored
+
+
+def test_replicas_have_their_own_endpoints_files_and_folders() -> None:
     given = {"enable_kv_cache_events": True, "replay_endpoint": "ipc:///tmp/replay"}
-    config = EngineConfig(kv_events_config=given, record="rec")  # type: ignore[arg-type]
+    config = EngineConfig(kv_events_config=given, record="rec", kv_offloading_disk="a/b")  # type: ignore[arg-type]
+    assert config_of_rank(config, 0).kv_offloading_disk == "a/b"
     ranked = config_of_rank(config, 2)
+    assert ranked.kv_offloading_disk == "a/b/rank2"
     events = kv_events_config(ranked.kv_events_config or "")
     assert ranked.record == "rec.rank2" and events.data_parallel_rank == 2
     assert endpoint_of_rank(events.endpoint, 2) == "tcp://*:5559"

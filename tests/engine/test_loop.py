@@ -24,6 +24,7 @@ from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.engine.requests.news import EngineStats
 from kit.drive import make_limits, make_request
 from kit.fake_executor import VOCAB, FakeExecutor, expected_tokens
+from kit.recorded import Run
 
 
 class Scripted:
@@ -252,6 +253,21 @@ def test_the_thread_reads_commands_after_the_wait() -> None:
     assert answers[:2] == ["news", "news"] and isinstance(answers[2], Failed)
 
 
+@pytest.mark.parametrize("method", ["close", "step"])
+def test_an_error_at_the_end_leaves_no_request_waiting(method: str) -> None:
+    def fails() -> None:
+        raise OSError("no space")
+
+    engine = WaitingEngine()
+    setattr(engine, method, fails)
+    answers: list[object] = []
+    engine.thread.send(Submission("first", RequestSpec((1,), SamplingParams())))
+    engine.thread.connect(answers.append)
+    engine.thread.wait()
+    assert isinstance(answers[-1], Failed)
+    assert method == "close" or "no space" in str(answers[-1].error)
+
+
 def test_a_step_ends_when_it_is_collected() -> None:
     """The time of commands before the iteration that reports the step is not the step's."""
     now = [0.0]
@@ -265,3 +281,19 @@ def test_a_step_ends_when_it_is_collected() -> None:
     engine.wait_until_launchable()
     now[0] = 100.0
     assert [step.seconds for step in engine.step().steps] == [5.0]
+
+
+def test_prompts_that_are_computed_whole_are_not_looked_up() -> None:
+    """Their logprobs or activations are read, so they are no misses of the prefix cache."""
+    run = Run()
+    prompt = [*range(1, 14)]
+    sampling = (SamplingParams(max_tokens=2, prompt_logprobs=0), SamplingParams(max_tokens=2))
+    for number, one in enumerate(sampling):
+        run.engine.add_request(str(number), RequestSpec(prompt, one))
+        run.steps(8, 0)
+        stats = run.engine.stats()
+        assert (stats.num_prefilled_tokens, stats.num_looked_up_tokens) == (
+            len(prompt) * (number + 1),
+            len(prompt) * number,
+        )
+    assert stats.num_cached_tokens > 0

@@ -34,6 +34,7 @@ from jaxinfer.exec.tiers.chain import Chain
 from jaxinfer.exec.tiers.device_mover import DeviceMover
 from jaxinfer.exec.tiers.disk import UNITS, DiskTier
 from jaxinfer.exec.tiers.disk_folder import opened
+from jaxinfer.exec.tiers.guarded import Guarded
 from jaxinfer.exec.tiers.host import HostTier
 from jaxinfer.exec.tiers.mover import ArrayMover, PageMover, forms_of
 from jaxinfer.exec.tiers.runner import TierRunner, policy_of
@@ -224,6 +225,22 @@ def test_a_damaged_page_is_computed_again_and_counted(tmp_path: Path) -> None:
     assert tokens == expected.answer(prompt_of(1))[0] and not reused
     assert one.engine.stats().tiers.num_failed > 0 == one.engine.stats().tiers.num_restored
     one.engine.close()
+
+
+@pytest.mark.parametrize("method", ["match", "save", "load", "poll", "finished"])
+def test_a_store_that_fails_ends_no_request(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise ConnectionError("the store is gone")
+
+    store = HostTier(PLENTY, forms_of(executables("llama")[0]))
+    one = served("llama", lambda forms: Chain(HostTier(1 << 15, forms), Guarded(store, "own.py:f")))
+    expected = served("llama")
+    for seed in (1, 2, 3):
+        one.answer(prompt_of(seed))
+    assert one.answer(prompt_of(1))[2] >= 128
+    monkeypatch.setattr(store, method, gone)
+    for seed in (2, 3, 4, 1):
+        assert one.answer(prompt_of(seed))[0] == expected.answer(prompt_of(seed))[0]
 
 
 def test_copies_that_take_longer_than_computing_are_not_made() -> None:

@@ -163,6 +163,26 @@ def test_a_disk_tier_replaces_what_was_used_longest_ago(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_smaller_disk_tier_keeps_the_newest_units(tmp_path: Path) -> None:
+    size = page_file.file_size(PAGE)
+    tier = disk(tmp_path)
+    for number in (1, 2, 3, 4):
+        save(tier, number)
+        written(tier, 1)
+    tier.close()
+    for number in (1, 2, 3, 4):
+        os.utime(page_file.path_of(tmp_path / UNITS, key_of(number), b""), (number, number))
+    foreign = tmp_path / UNITS / "ab" / "folder"
+    foreign.mkdir(parents=True)
+    tier = disk(tmp_path, 2 * size)
+    polled = tier.poll()
+    assert (polled.added, polled.removed) == ([key_of(3), key_of(4)], [])
+    assert tier.used_bytes == 2 * size
+    tier.close()
+    assert sum(path.stat().st_size for path in files(tmp_path) if path.is_file()) == 2 * size
+    assert foreign.is_dir()
+
+
 @pytest.mark.parametrize("at", [0, 9, 13, 22, 30, 60, 90])
 def test_a_flipped_byte_is_found(tmp_path: Path, at: int) -> None:
     tier = disk(tmp_path)

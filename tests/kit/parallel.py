@@ -426,14 +426,22 @@ def peak_on_a_device() -> Iterator[Counter[Any]]:
 
 
 def features(folder: Path, **more: Any) -> None:
-    """Chunks, preemption, prefixes, masks, other weights and sleep: on four devices as on one."""
+    """Chunks, preemption, prefixes, masks, other weights and sleep: on four devices as on one.
+
+    Each step has a call after it, that of the digests, which is launched before masks are written.
+    """
     _, _, path = model_and_weights(folder)
     other = written(folder / "other", json.loads((path / "config.json").read_text()), seed=7)
     settings = {**SIZES, "cache_dir": str(folder / "cache"), "num_pages": 16, **more}
     settings |= {"skip_tokenizer_init": False, "max_num_batched_tokens": 32}
     settings |= {"prefill_bucket_start": 32, "max_model_len": 80}
+    settings |= {"record_digests": True}
     found = [
-        described(LLM(str(path), tensor_parallel_size=n, **settings), path, other)
+        described(
+            LLM(str(path), tensor_parallel_size=n, record=str(folder / f"record{n}"), **settings),
+            path,
+            other,
+        )
         for n in (1, DEVICES)
     ]
     for one, two in zip(*found, strict=True):

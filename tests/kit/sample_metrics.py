@@ -32,6 +32,7 @@ MODEL = {"model_name": "smol", "engine": "0"}
 STATS = EngineStats(
     num_requests=3,
     num_prefilled_tokens=100,
+    num_looked_up_tokens=90,
     num_cached_tokens=32,
     num_generated_tokens=40,
     num_preemptions=2,

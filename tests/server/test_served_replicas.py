@@ -38,6 +38,8 @@ def by_engine(text: str, name: str) -> dict[str, float]:
 def test_two_engines_and_one_that_dies(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     command = (*SERVE, str(model), "--dtype=float32", *SIZES, "--data-parallel-size=2")
+    tiers = ("--kv-offloading-size=0.01", "--kv-offloading-disk-size=0.01")
+    command += (*tiers, f"--kv-offloading-disk={tmp_path / 'disk'}")
     with (
         server_process(*command, f"--cache-dir={tmp_path}", "--admin-api-key=admin") as server,
         client_of(server) as client,

@@ -19,6 +19,7 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Event, Reset, StepDone
+from jaxinfer.core.tiers import Loaded
 from jaxinfer.sched.pages import IndexChange
 from jaxinfer.sched.prefix import DIGEST_SIZE, following_page_hashes
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState
@@ -186,7 +187,13 @@ def _extra_keys(request: Request) -> tuple[str, ...] | None:
 def _chains(
     before: SchedulerState, events: Sequence[Event], after: SchedulerState, limits: Limits
 ) -> Iterator[_Chain]:
-    """The sequences with a finished row, as they are after it; also those that have ended."""
+    """The sequences with a finished row, as they are after it, also those that have ended; before
+    them those whose prefix a tier has brought.
+    """
+    tickets = {event.ticket for event in events if isinstance(event, Loaded)}
+    for seq in before.running if tickets else ():
+        if seq.restoring is not None and seq.restoring.ticket in tickets:
+            yield _Chain(seq.request, seq.page_hashes, seq.token_ids)
     running = {seq.request_id: seq for seq in after.running}
     earlier = {seq.request_id: seq for seq in before.running}
     drawn: dict[str, list[int]] = {}

@@ -5,6 +5,7 @@ Only the thread changes the engine; other threads put commands into the inbox.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from jaxinfer.engine.requests.news import News
 if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
 
-
+LOGGER = "jaxinfer.engine"
 # While an idle engine compiles in the background, it looks this often for loaded executables.
 COMPILING_SECONDS = 0.25
 # While an engine without work saves pages ahead, it looks this often whether a block is saved.
@@ -151,8 +152,14 @@ class EngineThread(Link):
                     self._engine.wait_until_launchable()  # requests that arrive now join it
         except EngineError as failure:  # the engine failed, not one request
             error = failure
+        except Exception as failure:  # open requests must not wait for ever
+            logging.getLogger(LOGGER).exception("the engine's thread")
+            error = EngineError(f"the engine stopped: {failure}; build a new one")
         self._ended = self._ended or error
-        self._engine.close()
+        try:
+            self._engine.close()
+        except Exception:
+            logging.getLogger(LOGGER).exception("the engine was not closed in full")
         listener(Failed.of(error))
         self._fail_changes(error)
 

@@ -342,6 +342,7 @@ class Engine:
         if event.token_ids or event.output.pooled is not None:
             if self._timeline.token(event.request_id):
                 self._counters["num_prefilled_tokens"] += sequence.num_prompt_tokens
+                self._counters["num_looked_up_tokens"] += sequence.num_looked_up
                 self._counters["num_cached_tokens"] += delta.num_cached_tokens
             self._counters["num_generated_tokens"] += len(delta.token_ids)
         if delta.finish_reason is not None and event.finish_reason is None:

@@ -26,6 +26,8 @@ class SequenceProcessor:
         self.parent_id = parent_id
         self.index = index
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        # of these, those that are looked up in the prefix cache, where there is one
+        self.num_looked_up = self.num_prompt_tokens if request.sampling.reuses_prefix else 0
         self.matched_stop: str | None = None
         self._request = request
         self._tokenizer = tokenizer

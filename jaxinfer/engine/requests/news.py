@@ -44,7 +44,8 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     num_requests: int = 0
     num_prompt_tokens: int = 0  # of accepted requests, for each of the n sequences
     num_prefilled_tokens: int = 0  # prompt tokens of sequences with a first token
-    num_cached_tokens: int = 0  # of the prefilled ones, reused from the prefix cache
+    num_looked_up_tokens: int = 0  # of the prefilled ones, whose prefixes may be reused
+    num_cached_tokens: int = 0  # of these, reused from the prefix cache
     num_restored_tokens: int = 0  # of the cached ones, from tiers
     num_generated_tokens: int = 0
     num_iterations: int = 0

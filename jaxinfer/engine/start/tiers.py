@@ -35,6 +35,7 @@ from jaxinfer.exec.tiers.chain import Chain
 from jaxinfer.exec.tiers.device_mover import DeviceMover
 from jaxinfer.exec.tiers.disk import DiskTier
 from jaxinfer.exec.tiers.disk_folder import check_folder, opened
+from jaxinfer.exec.tiers.guarded import METHODS, Guarded
 from jaxinfer.exec.tiers.host import HostTier, Memory
 from jaxinfer.exec.tiers.locked_memory import LockedMemory
 from jaxinfer.exec.tiers.mover import ArrayMover, forms_of
@@ -124,6 +125,25 @@ def _own_connector(name: str) -> Callable[[Forms], Connector]:
     return cast("Callable[[Forms], Connector]", found)
 
 
+def connected(name: str, forms: Forms) -> Connector:
+    """The connector that a setting names; raises ``ConfigError`` if it cannot be made."""
+    make = _own_connector(name)
+    try:
+        made = make(forms)
+        missing = [method for method in (*METHODS, "is_shared") if not hasattr(made, method)]
+    except Exception as error:
+        raise ConfigError(
+            f"kv_connector {name!r} cannot begin ({type(error).__name__}: {error}); correct "
+            "it, or leave it out"
+        ) from error
+    if missing:
+        raise ConfigError(
+            f"kv_connector {name!r} returns no connector, as it has no {missing[0]}; see "
+            "jaxinfer.core.connector"
+        )
+    return Guarded(made, name)
+
+
 def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Bytes of memory that the system can give to processes; very many where it does not say."""
     try:
@@ -186,7 +206,7 @@ def begin_tiers(
         described += f", disk tier of {config.kv_offloading_disk_size:g} GiB in {folder} (holds "
         described += f"{shown(lower.used_bytes)})"
     if config.kv_connector is not None:
-        connector = Chain(host, _own_connector(config.kv_connector)(mover.forms))
+        connector = Chain(host, connected(config.kv_connector, mover.forms))
         described += f", behind it {config.kv_connector}"
     progress.note(
         f"{described}: restores {cost.bytes_per_second / 1e9:.2f} GB/s, a step takes "

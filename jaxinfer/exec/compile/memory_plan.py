@@ -157,7 +157,7 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
     if num_pages < needed:
         needed_bytes = fixed.bytes_of(split_pages(limits, needed))
         raise ConfigError(
-            f"{what} need {needed} pages of KV cache ({shown(needed_bytes)}, the padding page "
+            f"{what} {needed} pages of KV cache ({shown(needed_bytes)}, the padding page "
             f"included) and there is room for {num_pages}; raise num_pages or "
             "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization), or lower max_model_len or "
             "max_num_seqs"
@@ -174,15 +174,15 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
 
 
 def _min_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
-    """The smallest possible number of pages, and the reason as words for an error message."""
+    """The smallest possible number of pages, and why, for an error message."""
     groups, pages_per_seq = len(limits.groups), limits.pages_needed(limits.max_model_len)
     each = "one page" if groups == 1 else f"{groups} pages"
     needed = [limits.max_num_seqs * count for count in limits.of_pools([1] * groups)]
-    what = f"{limits.max_num_seqs} sequences (max_num_seqs) of {each} each"
+    what = f"{limits.max_num_seqs} sequences (max_num_seqs) of {each} each need"
     derived = config.max_model_len is None or config.num_pages is not None
     if not derived and any(own > least for own, least in zip(pages_per_seq, needed, strict=True)):
         needed = [max(pair) for pair in zip(pages_per_seq, needed, strict=True)]
-        what = f"a context of {limits.max_model_len} tokens"
+        what = f"a context of {limits.max_model_len} tokens needs"
     return fewest_pages(limits, [1 + count for count in needed]), what
 
 

@@ -93,10 +93,11 @@ class EngineShape:
     def reads_masks(self) -> bool:
         """True if steps wait for masks on the mask board; else rows with masks are drawn again.
 
-        Of several GPUs only one could read the board, and of several hosts one, so they draw again.
+        Of several GPUs or hosts only one could read the board. Of several CPU devices, steps that
+        wait could take all threads of XLA, and then the calls after them cannot be launched, before
+        which no mask is written. So several devices draw again.
         """
-        several_gpus = self.platform != "cpu" and self.placement.num_devices > 1
-        if several_gpus or self.placement.num_hosts > 1:
+        if self.placement.num_devices > 1:
             return False
         return self.drafter is None and reads_board(self.platform, self.pins.of("mask"))
 

@@ -155,12 +155,15 @@ class DiskTier:
         return path_of(self._folder, key, self._version)
 
     def _find_units(self) -> None:
-        """Find the units of earlier engines, the oldest first, and remove what is none.
+        """Find the units of earlier engines, the oldest first, and remove files that are none, and
+        the oldest ones if the tier was larger.
 
         Their content is checked when it is read.
         """
         found: list[tuple[float, bytes, int]] = []
         for path in sorted(self._folder.glob("??/*")):
+            if path.is_dir():
+                continue  # not of a tier
             name, status = parsed_name(path.name), path.stat()
             form = None if name is None else self._forms.get(group_of(name.key))
             fits = form is not None and status.st_size == file_size(form)
@@ -171,7 +174,8 @@ class DiskTier:
         for _, key, size in sorted(found):
             self._index[key] = size
             self.used_bytes += size
-        self._polled.added += self._index
+        self._writes.append(Remove(tuple(self._make_space(0))))
+        self._polled = Polled(added=[*self._index])
 
     def _write_all(self) -> None:
         while (task := self._next(self._writes)) is not None:

@@ -148,18 +148,18 @@ def _tier_counters(tiers: TierStats) -> Iterator[_Reading]:
 
 def _counters(tally: Tally, engine: EngineTally) -> Iterator[_Reading]:
     stats, cached = engine.stats, engine.stats.num_cached_tokens
-    prefilled = stats.num_prefilled_tokens
+    prefilled, looked_up = stats.num_prefilled_tokens, stats.num_looked_up_tokens
     yield _Reading(
         "vllm:prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache.",
-        prefilled if engine.limits.enable_prefix_caching else 0,
+        looked_up if engine.limits.enable_prefix_caching else 0,
     )
     yield _Reading("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", cached)
     restored, has_tiers = stats.num_restored_tokens, stats.tiers.host_size > 0
     yield _Reading(
         "vllm:external_prefix_cache_queries",
         "Prompt tokens looked up in tiers, as the device had no pages of them.",
-        max(0, prefilled - (cached - restored)) if has_tiers else 0,
+        max(0, looked_up - (cached - restored)) if has_tiers else 0,
     )
     yield _Reading(
         "vllm:external_prefix_cache_hits", "Prompt tokens restored from tiers.", restored
