@@ -402,6 +402,10 @@ CASES = {
         layer_norm_elementwise_affine=False),
     "opt": case("opt", without(SIZES, "num_key_value_heads", "intermediate_size"), NO_TOKENS,
         ffn_dim=48),
+    "opt_post": case("opt", WITHOUT_KV, NO_TOKENS, ffn_dim=48, word_embed_proj_dim=24,
+        do_layer_norm_before=False),
+    "opt_narrow": case("opt", WITHOUT_KV, NO_TOKENS, ffn_dim=48, word_embed_proj_dim=24,
+        enable_bias=False, tie_word_embeddings=False),
     # six heads, which are no power of two
     "bloom": case("bloom", NO_TOKENS, vocab_size=96, hidden_size=48, n_layer=2, n_head=6,
         layer_norm_epsilon=1e-3),

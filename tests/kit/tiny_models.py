@@ -457,6 +457,13 @@ CONFIGS = MappingProxyType(
             "architectures": ["OPTForCausalLM"],
             "ffn_dim": 48,
         },
+        "opt_350m": {
+            **{key: _DECODER[key] for key in _OPT},
+            "architectures": ["OPTForCausalLM"],
+            "ffn_dim": 48,
+            "do_layer_norm_before": False,
+            "word_embed_proj_dim": 24,
+        },
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
         "bloom": {
             "vocab_size": VOCAB_SIZE,
@@ -1055,7 +1062,17 @@ LIKE_OTHERS = (
     # do not rotate, and LayerNorm.
     *("granite", "smollm3", "cohere", "gemma", "seed_oss", "ernie4_5", "exaone4", "starcoder2"),
     *("olmo", "arcee", "helium", "nemotron", "jais2", "gpt_neox", "phi", "falcon", "falcon_7b"),
-    *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
+    *(
+        "gptj",
+        "opt",
+        "opt_350m",
+        "ministral",
+        "ministral3",
+        "olmo3",
+        "cwm",
+        "hunyuan",
+        "hunyuan_moe",
+    ),
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
     *(
         "bailing_hybrid",
