@@ -312,8 +312,8 @@ class DecoderSpec:
     ``lengths`` are the default context length of an engine and the longest one. ``embed_scale``
     multiplies embeddings, ``num_positions`` is the length of the table of learned positions (None
     without), whose row ``first_position`` is that of the first token; ``sinusoids`` are a table
-    without parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they have so
-    many elements, and are projected to the stream. ``dtype`` is that of weights and
+    without parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they have
+    that many elements, and are projected to the stream. ``dtype`` is that of weights and
     activations, ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of
     single layers. Logits x, which have a bias with ``head_bias`` and are multiplied by
     ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
