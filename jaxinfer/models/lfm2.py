@@ -78,12 +78,17 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     width = decoder.hidden_size
     for key in ("conv_dim", "conv_dim_out", "block_dim"):  # of older files
         hf.supported_only(config, key, width)
-    conv = GatedConvConfig(
+    conv = conv_mixer(config, width, _TAPS)
+    return with_mixers(decoder, {i: conv for i, kind in enumerate(kinds) if kind == _CONV})
+
+
+def conv_mixer(config: Mapping[str, Any], width: int, taps: int) -> GatedConvConfig:
+    """The convolution of so many channels, by default of ``taps`` tokens."""
+    return GatedConvConfig(
         width=width,
-        conv_width=hf.positive_int(config, "conv_L_cache", _TAPS),
+        conv_width=hf.positive_int(config, "conv_L_cache", taps),
         bias=hf.flag(config, "conv_bias", False),
     )
-    return with_mixers(decoder, {i: conv for i, kind in enumerate(kinds) if kind == _CONV})
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> Sequence[str]:
@@ -138,7 +143,7 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
     return [dense if i < num_dense else experts for i in range(num_layers)]
 
 
-def _conv_specs(
+def conv_param_specs(
     path: str, source: str, c: GatedConvConfig, width: int, norm_dtype: jnp.dtype | None
 ) -> Iterator[ParamSpec]:
     """The parameters of ``nn.mixers.gated_conv``."""
@@ -162,7 +167,7 @@ FAMILY = ModelFamily(
         norms=NormSources(("operator_norm", "ffn_norm")),
         names=_NAMES,
         experts=partial(expert_specs, names=_EXPERTS),
-        mixers=_conv_specs,
+        mixers=conv_param_specs,
     ),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

@@ -135,6 +135,8 @@ READ_BY = {
     "vaultgemma": {*_CAPS, "query_pre_attn_scalar"},
     "hyperclovax": _FACTORS,
     "granite_swa": _FACTORS,
+    "granite_moe_swa": {*_FACTORS, "num_local_experts"},
+    "flint": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "minimax": {"num_local_experts"},
     "axk1": {"moe_intermediate_size", "num_local_experts"},
     "laguna": {*_COUNTS, "moe_intermediate_size"},
