@@ -148,6 +148,7 @@ _MODULES = (
     ("LagunaForCausalLM", "jaxinfer.models.laguna"),
     ("Lfm3ForCausalLM", "jaxinfer.models.lfm3"),
     ("FlintForCausalLM", "jaxinfer.models.flint"),
+    ("DogeForCausalLM", "jaxinfer.models.doge"),
     ("JetMoeForCausalLM", "jaxinfer.models.jetmoe"),
 )
 

@@ -583,6 +583,9 @@ CASES = {
     "flint": case("flint", BARE, EXPERTS, num_hidden_layers=4, head_dim=16, sliding_window=5,
         moe_intermediate_size=24, shared_expert_intermediate_size=20, attention_bias=True,
         layer_types=kinds("fsfs"), mlp_only_layers=[0]),
+    "doge": case("doge", BARE, attention_bias=True, mlp_bias=True),
+    "doge_tied": case("doge", SIZES, num_key_value_heads=1, sliding_window=7,
+        tie_word_embeddings=True, rope_parameters=LINEAR_ROPE),
     # in two chunks
     "bamba": case("bamba", SIZES, MAMBA2, num_hidden_layers=3, vocab_size=48,
         max_position_embeddings=96, attn_layer_indices=[1], attention_bias=True, mlp_bias=True,

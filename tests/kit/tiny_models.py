@@ -579,6 +579,7 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 20,
         },
+        "doge": {**_DECODER, "architectures": ["DogeForCausalLM"]},
         "biogpt": {
             **{key: _DECODER[key] for key in (*_OPT, "intermediate_size")},
             "architectures": ["BioGptForCausalLM"],
@@ -1141,7 +1142,7 @@ LIKE_OTHERS = (
         "gpt_bigcode",
     ),
     *("gpt_neo", "codegen", "stablelm_12b", "vaultgemma", "hyperclovax", "granite_swa", "biogpt"),
-    *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint"),
+    *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint", "doge"),
 )
 OF_EACH_KIND = (
     "qwen3",

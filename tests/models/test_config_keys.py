@@ -140,6 +140,7 @@ READ_BY = {
     "minimax": {"num_local_experts"},
     "axk1": {"moe_intermediate_size", "num_local_experts"},
     "laguna": {*_COUNTS, "moe_intermediate_size"},
+    "doge": {"num_experts"},  # of its mixtures, which "is_moe" tells apart
     "nemotron_h_experts": {"use_bias", "moe_intermediate_size", "num_local_experts"},
     "mimo_v2_flash": {"moe_intermediate_size", "num_local_experts", "attention_chunk_size"},
     "longcat_flash": {"num_local_experts"},
