@@ -128,6 +128,10 @@ class PageWriter:
         """True if a page is registered with this hash."""
         return page_hash in self._page_by_hash
 
+    def page_of(self, page_hash: bytes) -> int | None:
+        """The page that is registered with this hash."""
+        return self._page_by_hash.get(page_hash)
+
     def lookup(self, page_hashes: Items[bytes]) -> list[int]:
         """The pages of ``page_hashes``, up to the first one that is not registered."""
         pages: list[int] = []

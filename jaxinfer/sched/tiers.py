@@ -8,6 +8,7 @@ load fails, the request returns to the queue and is computed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -50,11 +51,11 @@ class TieredPages(NamedTuple):
     def lookup(self, page_hashes: Items[bytes]) -> list[int]:
         """The pages of these keys, ``IN_TIER`` for those of tiers, up to the first unknown key."""
         found: list[int] = []
-        while len(found) < len(page_hashes):
-            found += self.pool.lookup(page_hashes[len(found) :])
-            if len(found) == len(page_hashes) or page_hashes[len(found)] not in self.keys:
+        for page_hash in page_hashes:
+            page = self.pool.page_of(page_hash)
+            if page is None and page_hash not in self.keys:
                 break
-            found.append(IN_TIER)
+            found.append(IN_TIER if page is None else page)
         return found
 
 
@@ -165,9 +166,13 @@ def commit_load(draft: Draft, event: Loaded) -> None:
         draft.requeue(replace(seq, may_restore=False))
         return
     reads = seq.reads
+    by_group = defaultdict[int, list[TierUnit]](list)
     for unit in own.units:
-        if (group := group_of(unit.key)) != SNAPSHOTS:
-            draft.pages[group].register((unit.place,), (unit.key,))
+        by_group[group_of(unit.key)].append(unit)
+    for group, units in by_group.items():
+        if group != SNAPSHOTS:
+            pages = draft.pages[group]
+            pages.register([unit.place for unit in units], [unit.key for unit in units])
     if own.row is not None:
         page_hash = seq.page_hashes[own.end // draft.limits.page_size - 1]
         draft.snapshots = draft.snapshots.release((own.row,)).register(own.row, page_hash)

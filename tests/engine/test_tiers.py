@@ -40,6 +40,7 @@ from jaxinfer.exec.tiers.runner import TierRunner, policy_of
 from kit.copy_streams import LateStream, allocate
 from kit.engines import compiled_for, engine_of, run, tiny_limits, tokens
 from kit.tiny_models import VOCAB_SIZE, tiny_model
+from kit.unit_calls import ArrayCalls
 
 # all kinds of layer state: K and V; windows; latents; states of the delta rule beside K and V
 NAMES = ("llama", "gemma3", "deepseek_v3", "qwen3_5", "qwen3_5/fp8")
@@ -92,7 +93,7 @@ def array_mover(program: Program, executor: Executor) -> PageMover:
 
 def device_mover(program: Program, executor: Executor) -> DeviceMover:
     """A GPU's mover, with streams whose copies end late."""
-    return DeviceMover(program, executor.arrays, (LateStream(), LateStream()), allocate)
+    return DeviceMover(program, executor.arrays, (LateStream(), LateStream()), allocate, ArrayCalls)
 
 
 def served(

@@ -1,37 +1,40 @@
 """``DeviceMover``: units of a GPU, packed into blocks on the device and copied by own streams.
 
 A page is a piece of every layer's arrays: 72 pieces of 32 KB in Qwen3-4B. Copies of such pieces
-take longer than their bytes do, so an executable packs the pages of a save into one block, from
-which each unit is one copy, and another unpacks the blocks of a load. The copy engines work beside
-the steps. No fence is needed: a save is copied when the host has seen that its block is there, and
-a load is unpacked by a call that is queued when the host has seen that its copy has ended.
+take longer than their bytes do, so a call packs the pages of a save into one block, from which each
+unit is one copy, and another unpacks the blocks of a load (``unit_calls``). The copy engines work
+beside the steps. No fence is needed: a save is copied when the host has seen that its block is
+there, and a load is unpacked by a call that is queued when the host has seen that its copy has
+ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import batched
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 
 from jaxinfer.core.connector import Content, Forms, Unit
 from jaxinfer.core.tiers import DIGEST_SIZE, TierUnit
-from jaxinfer.exec.compile.program import NO_GRAPH, Program
-from jaxinfer.exec.compile.tier_memory import TIER_BLOCK_BYTES
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.tier_memory import NUM_TIER_BLOCKS, TIER_BLOCK_BYTES
 from jaxinfer.exec.run.copy_stream import CopyEvent, CopyStream, HostCopy
 from jaxinfer.exec.run.device_arrays import DeviceArrays
 from jaxinfer.exec.tiers.locked_memory import Allocate
 from jaxinfer.exec.tiers.mover import SINK, Pools
+from jaxinfer.exec.tiers.unit_calls import AddressedCalls, UnitCalls
+from pallas_kernels.units.layout import WORD
 
 MAX_WIDTH = 256  # units of a block
-WORD = np.dtype(np.uint32)  # of a block: XLA copies a word in the time of a byte
+MEASURED_BLOCKS = 16  # of a long load, whose copies overlap
 _SINK_UNIT = TierUnit(bytes(DIGEST_SIZE), SINK)
-NUM_BLOCKS = 3  # of loads: while one is unpacked behind two steps, others are copied
+
+
+MakeCalls = Callable[[Program, DeviceArrays, Pools, Mapping[int | None, int], int], UnitCalls]
 
 
 def block_sizes(pools: Pools) -> tuple[dict[int | None, int], int]:
@@ -44,7 +47,7 @@ def block_sizes(pools: Pools) -> tuple[dict[int | None, int], int]:
 
 
 class DeviceMover:
-    """A ``PageMover`` with two executables for each pool, a ring of blocks and two streams."""
+    """A ``PageMover`` with calls for each pool, a ring of blocks and two streams."""
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class DeviceMover:
         arrays: DeviceArrays,
         streams: tuple[CopyStream, CopyStream],
         allocate: Allocate,
+        make_calls: MakeCalls = AddressedCalls,
     ) -> None:
         """``streams``: of saves and of loads. ``allocate``: see ``locked_memory``."""
         self.arrays, self._allocate = arrays, allocate
@@ -59,32 +63,21 @@ class DeviceMover:
         self._measured: np.ndarray | None = None  # a unit that ``copy_to_sink`` copies
         self.pools = Pools(program)
         self.forms: Forms = self.pools.forms
-        self.widths, self._block_bytes = block_sizes(self.pools)
+        self.widths, block_bytes = block_sizes(self.pools)
         self._placement = program.placement
-        self._packs: dict[int | None, Any] = {}
-        self._unpacks: dict[int | None, Any] = {}
-        block = jax.ShapeDtypeStruct((self._block_bytes // WORD.itemsize,), WORD)
-        with program.placement.as_default():
-            for pool in self.pools.indices:
-                given = self.pools.given(pool)
-                ids = jax.ShapeDtypeStruct((self.widths[pool],), np.int32)
-                both = jax.ShapeDtypeStruct((2, self.widths[pool]), np.int32)
-                options = dict(NO_GRAPH) if program.platform == "gpu" else None
-                self._packs[pool] = jax.jit(_packed).lower(given, ids).compile(options)
-                unpack = jax.jit(_unpacked, donate_argnums=(0,)).lower(given, both, block)
-                self._unpacks[pool] = unpack.compile(options)
+        self._block_words = block_bytes // WORD.itemsize
+        self._calls = make_calls(program, arrays, self.pools, self.widths, self._block_words)
         self._ring: list[Block] = []
 
     def gather(self, units: Sequence[TierUnit]) -> DeviceSaving:
         """See ``PageMover``."""
         made = DeviceSaving(self._saves)
         for pool, own in self.pools.split(units).items():
-            given = tuple(self.arrays.state[i] for i in self.pools.indices[pool])
             size = self.pools.form(pool).num_bytes
             for some in batched(own, self.widths[pool]):
-                ids = self.pools.rows(pool, [units[i].place for i in some], self.widths[pool])
+                rows = self._rows(pool, [units[i].place for i in some])
                 made.keys += [units[i].key for i in some]
-                made.parts.append(Packed(len(some), size, self._packs[pool](given, ids)))
+                made.parts.append(Packed(len(some), size, self._calls.pack(pool, rows)))
         return made
 
     def gathered_bytes(self, units: Sequence[TierUnit]) -> int:
@@ -107,14 +100,13 @@ class DeviceMover:
         self._saves.wait()
         self._loads.wait()
         self._ring.clear()
+        self._calls.settle()
 
     def copied(self, part: Part) -> Block | None:
         """The block into which a part is being copied; None while all are in use."""
         if not self._ring:
-            words = self._block_bytes // WORD.itemsize
-            zeros = [
-                np.zeros(words, WORD) for _ in range(NUM_BLOCKS)
-            ]  # a CPU keeps them as they are
+            words, count = self._block_words, NUM_TIER_BLOCKS
+            zeros = [np.zeros(words, WORD) for _ in range(count)]  # a CPU keeps them as they are
             made = [self._placement.put(own) for own in zeros]
             self._ring = [Block(array) for array in jax.block_until_ready(made)]
         block = next((one for one in self._ring if one.is_free), None)
@@ -127,22 +119,21 @@ class DeviceMover:
         return block
 
     def unpack(self, part: Part, block: Block) -> None:
-        """Queue the call that writes a part to its places, its last unit also as padding."""
-        indices, last = self.pools.indices[part.pool], len(part.places) - 1
-        numbers = [min(i, last) for i in range(self.widths[part.pool])]
-        places = [part.places[i] for i in numbers]
-        rows = self.pools.rows(part.pool, places, len(places))
-        ids = np.stack([rows, np.asarray(numbers, np.int32)])
-        given = tuple(self.arrays.state[i] for i in indices)
-        made, block.reader = self._unpacks[part.pool](given, ids, block.array)
-        self.arrays.replace(indices, made)
+        """Queue the call that writes a part to its places."""
+        rows = self._rows(part.pool, part.places)
+        block.reader = self._calls.unpack(part.pool, rows, block.array)
         block.is_taken = False
+
+    def _rows(self, pool: int | None, places: Sequence[int]) -> np.ndarray:
+        """The rows of a call: see ``UnitCalls``."""
+        rows = self.pools.rows(pool, places, self.widths[pool])
+        return np.concatenate([np.asarray([len(places)], np.int32), rows])
 
     @property
     def most_measured(self) -> int:
-        """The units of a long load, for ``copy_to_sink``: eight blocks, whose copies overlap."""
+        """The units of a long load, for ``copy_to_sink``."""
         (pool,) = self.pools.split([_SINK_UNIT])
-        return 8 * self.widths[pool]
+        return MEASURED_BLOCKS * self.widths[pool]
 
     def copy_to_sink(self, count: int) -> None:
         """Load units to the page for padding, to measure the time that it takes."""
@@ -167,7 +158,7 @@ class Block:
     """Memory on the device for the units of one copy."""
 
     def __init__(self, array: jax.Array) -> None:
-        self.array = array  # uint32[words]
+        self.array = array  # int32[words]
         self.address: int = array.unsafe_buffer_pointer()
         self.event: CopyEvent | None = None  # of the copy into it
         self.reader: jax.Array | None = None  # a result of the call that reads it
@@ -209,7 +200,7 @@ class Packed(NamedTuple):
 
     count: int
     size: int  # bytes of a unit
-    block: jax.Array  # uint32[width, size / 4]
+    block: jax.Array  # int32[width, size / 4]
 
 
 class DeviceSaving:
@@ -262,39 +253,3 @@ def merged(copies: Sequence[HostCopy]) -> list[HostCopy]:
                 continue
         found.append(copy)
     return found
-
-
-def _packed(arrays: Sequence[jax.Array], ids: jax.Array) -> jax.Array:  # uint32[width, words]
-    """The units in these rows (int32[width]), with the pieces of all arrays one after the other."""
-    rows = [_as_words(array).at[ids].get(mode="promise_in_bounds") for array in arrays]
-    made, at = lax.empty((len(ids), sum(own.shape[1] for own in rows)), WORD), 0
-    for own in rows:  # a kernel each; a concatenation is read and written once more
-        made = lax.dynamic_update_slice(made, own, (0, at))
-        at += own.shape[1]
-    return made
-
-
-def _as_words(rows: jax.Array) -> jax.Array:
-    """A row's bytes, as they are in memory: uint32[width, words]."""
-    each = WORD.itemsize // rows.dtype.itemsize
-    shape = (rows.shape[0], -1, each) if each > 1 else (rows.shape[0], -1)
-    return lax.bitcast_convert_type(rows.reshape(shape), WORD).reshape(rows.shape[0], -1)
-
-
-def _unpacked(
-    arrays: Sequence[jax.Array], ids: jax.Array, block: jax.Array
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """The arrays with units of a block (uint32[words]), and a result that is ready when it has been
-    read. ``ids``: int32[2, width], the rows to be written, and for each the number of its unit.
-    """
-    (rows, numbers), at, made = ids, 0, list[jax.Array]()
-    width = ids.shape[1]
-    sizes = [array.dtype.itemsize * prod(array.shape[1:]) // WORD.itemsize for array in arrays]
-    units = block[: width * sum(sizes)].reshape(width, -1)[numbers]
-    for array, size in zip(arrays, sizes, strict=True):
-        # the row of padding is the last one again, with the same content: no two writes differ
-        mode: Any = {"mode": "promise_in_bounds", "unique_indices": True}
-        words = _as_words(array).at[rows].set(units[:, at : at + size], **mode)
-        made.append(lax.bitcast_convert_type(words, array.dtype).reshape(array.shape))
-        at += size
-    return tuple(made), ids.sum()
