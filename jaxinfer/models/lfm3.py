@@ -29,11 +29,11 @@ from jaxinfer.nn.decoder_config import DecoderSpec
 
 _CONV, _FULL, _SLIDING = "conv", "full_attention", "sliding_attention"
 # transformers' defaults
-_HEAD_DIM, _WINDOW, _TAPS, _EPS = 128, 256, 7, 1e-5
+_HEAD_DIM, _WINDOW, _TAPS, _EPS, _THETA = 128, 256, 7, 1e-5, 1e6
 _DEFAULT_ROPES = MappingProxyType(
     {
         _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
-        _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        _FULL: {"rope_type": "proportional", "rope_theta": _THETA, "partial_rotary_factor": 0.5},
     }
 )
 _NAMES = TensorNames(
@@ -56,7 +56,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     head_dim = hf.positive_int(config, "head_dim", _HEAD_DIM)
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         config = hf.with_values(config, {"rope_parameters": _DEFAULT_ROPES})
-    rope, local = ropes_by_kind(config, head_dim, theta=1e6, local_theta=1e4)
+    rope, local = ropes_by_kind(config, head_dim, theta=_THETA)
     window = sliding_window(config, _WINDOW) if _SLIDING in kinds else None
     config.get("sliding_window")
     bias = hf.flag(config, "attention_bias", False)
