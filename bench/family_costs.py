@@ -3,9 +3,10 @@
     pytest -q tests --junitxml=report.xml        # what ``make test`` runs, on idle cores
     python -m bench.family_costs report.xml [costs.json]
 
-prints it in Markdown, from the repository root, and writes its numbers to a file. Options are the fields of specs that differ from
-their defaults in a golden file of the family. A test is a family's if its parameters name its
-architecture, a golden file of it, or begin with its name; those that name none are not counted.
+prints it in Markdown, from the repository root, and writes its numbers to a file. Options are the
+fields of specs that differ from their defaults in a golden file of the family. A test is a family's
+if its parameters name its architecture, a golden file of it, or begin with its name; those that
+name none are not counted.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ _NAMES = TensorNames(
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     before = hf.flag(config, "do_layer_norm_before", True)
-    hf.supported_only(config, "_remove_final_layer_norm", False)
+    removed = (False,) if before else (False, True)  # there is none to remove
+    hf.supported_only(config, "_remove_final_layer_norm", *removed)
     affine = hf.flag(config, "layer_norm_elementwise_affine", True)
     width = hf.positive_int(config, "hidden_size")
     narrow = hf.positive_int(config, "word_embed_proj_dim", width)
