@@ -4,11 +4,12 @@ Run on a GPU, from the repository root:
 ``python -m bench.fp8_pages [--op append_decode|paged_prefill] [--rows N,...] [--contexts N,...]
 [--launches A-B-C-D,...] [--instructions]``.
 A launch of append_decode is named by its splits, keys of a block, warps and pipeline stages, one of
-paged_prefill by its rows instead of splits; "default" is the choice of the op's ``launch``. "bf16"
-is the same call with bfloat16 pages and the kernel that the op chooses, "bf16-triton" with
-Triton's. Shapes are those of a layer of Qwen3-4B; a call of paged_prefill has the 8,192 newest
-tokens of its rows. Pools are made on the device and hold random numbers, so no result is compared:
-``bench.kernels --check --case fp8`` does that. Calls are chained as in ``bench.kernels``.
+paged_prefill by its rows instead of splits; "default" is the choice of the op's ``launch``,
+"converted" converts the pages to bfloat16 first. "bf16" is the same call with bfloat16 pages and
+the kernel that the op chooses, "bf16-triton" with Triton's. Shapes are those of a layer of
+Qwen3-4B; a call of paged_prefill has the 8,192 newest tokens of its rows. Pools are made on the
+device and hold random numbers, so no result is compared: ``bench.kernels --check --case fp8`` does
+that. Calls are chained as in ``bench.kernels``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ LAUNCHES = MappingProxyType(  # by op and rows
         ("append_decode", 1): "bf16,bf16-triton,default,16-64-4-5",
         ("append_decode", 8): "bf16,default,8-64-4-5,16-64-4-5,8-128-8-5",
         ("append_decode", 64): "bf16,default,2-64-4-5,1-128-8-5,1-32-2-5,1-64-2-5",
-        ("paged_prefill", 1): "bf16,default,128-128-8-3,128-64-8-5,64-64-4-5,64-128-4-3",
+        ("paged_prefill", 1): "bf16,default,converted,128-128-8-3,128-64-8-5,64-64-4-5,64-128-4-3",
     }
 )
 
@@ -100,8 +101,8 @@ def function_of(op: str, name: str) -> Callable[[Any], Any]:
     """The op, pinned to the named launch."""
     if name == "bf16":
         return getattr(APIS[op], op)
-    if name in ("bf16-triton", "default"):
-        return partial(getattr(APIS[op], op), impl="triton")
+    if name in ("bf16-triton", "default", "converted"):
+        return partial(getattr(APIS[op], op), impl=name if name == "converted" else "triton")
     launch_with = imported_when_called(f"pallas_kernels.{op}.triton", "launch_with")
     return partial(launch_with, CONFIGS[op](*map(int, name.split("-"))))
 

@@ -128,6 +128,12 @@ class TierPolicy(msgspec.Struct, frozen=True):
     # whether all units of a preempted sequence are saved before their places are returned, and
     # restored whatever that costs (preemption "offload")
     offloads: bool = False
+    pool_bytes: tuple[int, ...] = ()  # of a page of each pool: see ``in_pools``
+
+    def in_pools(self, pools: Iterable[int]) -> TierPolicy:
+        """The policy with ``pool_bytes``; ``pools``: that of each group."""
+        sizes = dict(zip(pools, self.unit_bytes, strict=True))
+        return msgspec.structs.replace(self, pool_bytes=tuple(sizes[i] for i in sorted(sizes)))
 
     def num_bytes(self, keys: Iterable[bytes]) -> int:
         """The bytes of the units with these keys."""

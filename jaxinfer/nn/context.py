@@ -132,8 +132,7 @@ class StepContext:
     pages: tuple[Pages, ...] = ()
     angles: tuple[Angles, ...] = ()
     layer_inputs: jax.Array | None = None  # [T, L, P]: see ``nn.layer_spec``
-    # int32[...]: zeros, as many as ``append_decode`` and ``paged_prefill`` need
-    arrivals: jax.Ref | None = None
+    arrivals: jax.Ref | None = None  # int32[...]: zeros, as many as ``append_decode`` needs
     peers: Peers | None = None  # the exchange memory of several devices, if they have some
     num_decodes: int = field(default=0, metadata={"static": True})
     pins: Pins = field(default=NO_PINS, metadata={"static": True})

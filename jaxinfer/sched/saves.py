@@ -51,7 +51,7 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
     """
     moves, limits = draft.moves, draft.limits
     may_save = len(moves.saving) < MAX_SAVING_CALLS  # besides what must be, or launching would wait
-    page_bytes = {group.pool: policy.unit_bytes[i] for i, group in enumerate(limits.groups)}
+    largest = max(policy.pool_bytes)
     left, share = policy.most_save_bytes if may_save else 0, policy.watermark
     left -= policy.num_bytes(unit.key for unit in moves.saves)
 
@@ -82,18 +82,18 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
             continue
         missing = [place for place in _places(load, limits) if place in evicted]
         if may_save:  # one at least: it goes on
-            save_evicted(missing[: max(1, most(max(page_bytes.values())))])
+            save_evicted(missing[: max(1, most(largest))])
         if any(place in evicted for place in missing):
             moves.held += (load,)
         else:
             moves.loads.append(load)
     if policy.ahead is not None and _is_quiet(draft, policy.ahead):
         left, share = policy.ahead.most_bytes, max(share, policy.ahead.share)
-    save_evicted(tuple(evicted)[: most(max(page_bytes.values()))])
+    save_evicted(tuple(evicted)[: most(largest)])
     moves.evicted = tuple(Evicted(pool, unit) for (pool, _), unit in evicted.items())
     if limits.enable_prefix_caching:
         for i, (pool, size) in enumerate(zip(draft.pools, limits.num_pages, strict=True)):
-            save(pool.offer(int(size * share), most(page_bytes[i])))
+            save(pool.offer(int(size * share), most(policy.pool_bytes[i])))
     if limits.num_snapshots:
         least = int(limits.num_snapshots * share)
         found, draft.snapshots = draft.snapshots.offer(least, most(policy.state_bytes))
@@ -107,12 +107,11 @@ def unsaved_bytes(draft: Draft, policy: TierPolicy, counts: Items[int]) -> int:
     those of the saves in flight before them; 0 if all of these pages are saved.
     """
     moves, limits, found = draft.moves, draft.limits, 0
-    page_bytes = {group.pool: policy.unit_bytes[i] for i, group in enumerate(limits.groups)}
     for number, count in enumerate(limits.of_pools(counts)):
         fresh, keys = draft.pools[number].next_unsaved(count)
         evicted = {unit.place for pool, unit in moves.evicted if pool == number}
         num_pages = len(evicted.intersection(fresh)) + sum(not moves.knows(key) for key in keys)
-        found += num_pages * page_bytes[number]
+        found += num_pages * policy.pool_bytes[number]
     return found and found + sum(map(policy.num_bytes, moves.saving))
 
 

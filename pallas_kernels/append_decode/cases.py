@@ -50,7 +50,9 @@ _SMOL_TP3, _GPT_OSS = shapes.SMOLLM2_135M_TP3, shapes.GPT_OSS_20B_TP8
 
 
 def _odd_groups() -> tuple[DecodeCase, ...]:
-    """For kernels of a GPU: groups of 1, 3, 5 and 7 heads of 128 components."""
+    """For kernels of a GPU: groups of 1, 3, 5, 7, 12 and 16 heads of 128 components, and of 16 of
+    others.
+    """
     return tuple(
         DecodeCase(f"{name}_bf16", heads, (70, 1, 300, 17), dtype="bfloat16", tags=("full",))
         for name, heads in (
@@ -58,6 +60,10 @@ def _odd_groups() -> tuple[DecodeCase, ...]:
             ("llama3_2_3b_gqa3", shapes.LLAMA3_2_3B),
             ("qwen3_14b_gqa5", shapes.QWEN3_14B),
             ("qwen2_5_7b_gqa7", shapes.QWEN2_5_7B),
+            ("glm4_5_tp8_gqa12", shapes.GLM4_5_TP8),
+            ("glm4_9b_gqa16", shapes.GLM4_9B),
+            ("heads32_dim64_gqa16", Heads(32, 2, 64)),
+            ("heads32_dim256_gqa16", Heads(32, 2, 256)),
         )
     )
 
@@ -130,6 +136,21 @@ def _steps_of_four_kv_heads() -> tuple[DecodeCase, ...]:
             norms=True,
         )
         for rows, context in ((1, 1056), (1, 16416), (8, 1056), (64, 1056))
+    )
+
+
+def _steps_of_two_kv_heads() -> tuple[DecodeCase, ...]:
+    """Decode steps of GLM-4 9B on a GPU: 16 query heads share a kv head."""
+    return tuple(
+        DecodeCase(
+            f"glm4_9b_step_b{rows}_ctx{context}",
+            shapes.GLM4_9B,
+            (context,) * rows,
+            max_pages=2048,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+        )
+        for rows, context in ((1, 1056), (8, 1056), (64, 1056), (256, 1056), (8, 16416))
     )
 
 
@@ -271,6 +292,7 @@ CASES = (
     *_with_windows_and_sinks(),
     *_decode_steps(),
     *_steps_of_four_kv_heads(),
+    *_steps_of_two_kv_heads(),
     *_steps_with_sinks(),
     *_gemma4("float32"),
     *_gemma4("bfloat16"),

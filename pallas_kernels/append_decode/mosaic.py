@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.append_decode.mosaic_launch import (
-    GROUP_TILE,
+    MMA_HEADS,
     MMA_KEYS,
     WIDE_HEAD,
     MosaicConfig,
@@ -57,20 +58,21 @@ from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
 MEMORY_WARPGROUP = 1
 LOG2_E = math.log2(math.e)
 WARPGROUP_THREADS = 128
-# Scratch of a maximum over keys: two heads of each thread. The default, twice as much, would exceed
-# the shared memory of an SM by 224 bytes for two CTAs with splits. The maximum over heads of half
-# of a wide head takes twice as much.
+SWIZZLED_COLUMNS = 64  # of a tile of pages in shared memory
+# Scratch of a maximum over keys, for up to ``MMA_HEADS`` heads: two of each thread. The default,
+# twice as much, would exceed the shared memory of an SM by 224 bytes for two CTAs with splits. The
+# maximum over heads of half of a wide head takes twice as much, and so do more heads.
 REDUCTION_BYTES = 2 * WARPGROUP_THREADS * 4
 
-type _Halves = tuple[jax.Array, jax.Array]  # of heads: [GROUP_TILE, H / 2] each
+type _Halves = tuple[jax.Array, jax.Array]  # of heads: [group_tile, H / 2] each
 
 
 class SoftmaxState(NamedTuple):
     """Online-softmax state of one CTA."""
 
-    m_i: jax.Array  # float32[GROUP_TILE]: largest score
-    p: jax.Array  # float32[block, GROUP_TILE]: weights by position in a block; l_i is their sum
-    acc: jax.Array  # float32[H, GROUP_TILE]: sum of weights * values
+    m_i: jax.Array  # float32[group_tile]: largest score
+    p: jax.Array  # float32[block, group_tile]: weights by position in a block; l_i is their sum
+    acc: jax.Array  # float32[H, group_tile]: sum of weights * values
 
 
 def _memory_warpgroup(spec: DecodeSpec, gmem: GmemRefs, scratch: DecodeScratch) -> None:
@@ -152,10 +154,10 @@ def _copy_block(
         plgpu.copy_gmem_to_smem(source, target, operand.barriers.at[stage])
 
 
-def _broadcast(spec: DecodeSpec, half: Ref) -> jax.Array:  # [H / 2] -> float32[GROUP_TILE, H / 2]
+def _broadcast(spec: DecodeSpec, half: Ref) -> jax.Array:  # [H / 2] -> float32[group_tile, H / 2]
     """The same values for each head."""
     values = plgpu.load(half, layout=spec.half_layout.reduce(0), optimized=False)
-    shape = (GROUP_TILE, spec.head_dim // 2)
+    shape = (spec.group_tile, spec.head_dim // 2)
     return lax.broadcast_in_dim(values.astype(jnp.float32), shape, [1])
 
 
@@ -258,8 +260,8 @@ def _initial_state(spec: DecodeSpec, item: WorkItem, scratch: DecodeScratch) -> 
     """
     wgmma = plgpu.Layout.WGMMA
     value = plgpu.load(scratch.new_v_smem.at[0], layout=wgmma.reduce(1), optimized=False)
-    acc = lax.broadcast_in_dim(value.astype(jnp.float32), (spec.head_dim, GROUP_TILE), [0])
-    p = jnp.zeros((spec.config.block, GROUP_TILE), jnp.float32)
+    acc = lax.broadcast_in_dim(value.astype(jnp.float32), (spec.head_dim, spec.group_tile), [0])
+    p = jnp.zeros((spec.config.block, spec.group_tile), jnp.float32)
     return SoftmaxState(
         _new_score(spec, item, scratch),
         plgpu.layout_cast(p, wgmma),
@@ -269,7 +271,7 @@ def _initial_state(spec: DecodeSpec, item: WorkItem, scratch: DecodeScratch) -> 
 
 def _new_score(
     spec: DecodeSpec, item: WorkItem, scratch: DecodeScratch
-) -> jax.Array:  # float32[GROUP_TILE]
+) -> jax.Array:  # float32[group_tile]
     layout = plgpu.Layout.WGMMA.reduce(0)
     score = plgpu.load(scratch.new_score_smem, layout=layout, optimized=False)
     return _if_last_split(spec, item, score, -jnp.inf)
@@ -279,24 +281,30 @@ def _row_iota(shape: tuple[int, int]) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
 
 
-def _matmul(a: Ref, b: Ref) -> jax.Array:  # [M, I], [I, GROUP_TILE] -> float32[M, GROUP_TILE]
+def _matmul(a: Ref, b: Ref) -> jax.Array:  # [M, I], [I, group_tile] -> float32[M, group_tile]
     def multiply(acc: Ref) -> jax.Array:
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], GROUP_TILE), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def _zero_unwritten(spec: DecodeSpec, v_smem: Ref, num_written: jax.Array) -> None:  # [block, H]
-    """Zero all but the first ``num_written`` values, since 0 * NaN is NaN."""
+    """Zero all but the first ``num_written`` values, since 0 * NaN is NaN.
+
+    A tile at a time: with whole rows of 128 components, two CTAs of 16 heads would not have enough
+    registers on an SM (134 of a thread; with tiles 112).
+    """
+    shape = (MMA_KEYS, SWIZZLED_COLUMNS)
 
     @pl.when(num_written < spec.config.block)
     def _zero() -> None:
-        for start in range(0, spec.config.block, MMA_KEYS):
-            rows = v_smem.at[pl.ds(start, MMA_KEYS)]
-            values = plgpu.load(rows, layout=plgpu.Layout.WGMMA)
-            is_written = _row_iota((MMA_KEYS, spec.head_dim)) + start < num_written
-            rows[...] = jnp.where(is_written, values, jnp.zeros((), values.dtype))
+        tiles = product(*(range(0, x, y) for x, y in zip(v_smem.shape, shape, strict=True)))
+        for start, column in tiles:
+            tile = v_smem.at[pl.ds(start, MMA_KEYS), pl.ds(column, SWIZZLED_COLUMNS)]
+            values = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
+            is_written = _row_iota(shape) + start < num_written
+            tile[...] = jnp.where(is_written, values, jnp.zeros((), values.dtype))
         plgpu.commit_smem()
 
 
@@ -307,7 +315,7 @@ def _attend_block(
     block, stage = spec.config.block, stage_index(spec, item.first_step + step)
     before = (step * spec.config.splits + item.split) * block  # keys of the blocks before
     num_keys = item.num_keys - before
-    shape = (block, GROUP_TILE)
+    shape = (block, spec.group_tile)
     plgpu.barrier_wait(scratch.k_barriers.at[stage])
     scores = _matmul(scratch.k_smem.at[stage], scratch.q_smem.transpose((1, 0)))
     plgpu.barrier_arrive(scratch.k_consumed_barriers.at[stage])
@@ -331,7 +339,7 @@ def _attend_block(
     return SoftmaxState(m_ij, p, acc)
 
 
-def _load_sinks(gmem: GmemRefs, kv_head: jax.Array) -> jax.Array | None:  # float32[GROUP_TILE]
+def _load_sinks(gmem: GmemRefs, kv_head: jax.Array) -> jax.Array | None:  # float32[group_tile]
     """The sinks of a kv head's queries, in base 2."""
     if gmem.sinks is None:
         return None
@@ -341,9 +349,9 @@ def _load_sinks(gmem: GmemRefs, kv_head: jax.Array) -> jax.Array | None:  # floa
 
 
 def _add_sinks(
-    l_i: jax.Array,  # float32[GROUP_TILE]
-    m_i: jax.Array,  # float32[GROUP_TILE]
-    sinks: jax.Array | None,  # float32[GROUP_TILE]
+    l_i: jax.Array,  # float32[group_tile]
+    m_i: jax.Array,  # float32[group_tile]
+    sinks: jax.Array | None,  # float32[group_tile]
 ) -> jax.Array:
     """l_i with the weights of sinks. Beside a far larger sink it is infinite, and results are 0."""
     return l_i if sinks is None else l_i + jnp.exp2(sinks - m_i)
@@ -372,7 +380,7 @@ def _read_state(scratch: DecodeScratch, split: int) -> tuple[jax.Array, jax.Arra
 def _merge_splits(
     spec: DecodeSpec,
     scratch: DecodeScratch,
-    sinks: jax.Array | None,  # float32[GROUP_TILE]
+    sinks: jax.Array | None,  # float32[group_tile]
 ) -> tuple[jax.Array, jax.Array]:
     """l_i, with the sinks, and acc over all splits."""
     states = [_read_state(scratch, split) for split in range(spec.config.splits)]
@@ -392,8 +400,8 @@ def _store_output(
     gmem: GmemRefs,
     item: WorkItem,
     scratch: DecodeScratch,
-    l_i: jax.Array,  # float32[GROUP_TILE]
-    acc: jax.Array,  # float32[H, GROUP_TILE]
+    l_i: jax.Array,  # float32[group_tile]
+    acc: jax.Array,  # float32[H, group_tile]
 ) -> None:
     """Start to write the results of a row and kv head."""
     result = acc * lax.broadcast_in_dim(1.0 / l_i, acc.shape, [1])
@@ -501,7 +509,7 @@ def launch_with(
     sinks = args.sinks
     if sinks is not None:
         sinks = sinks.reshape(num_kv_heads, spec.group)
-        sinks = jnp.pad(sinks, ((0, 0), (0, GROUP_TILE - spec.group)))
+        sinks = jnp.pad(sinks, ((0, 0), (0, spec.group_tile - spec.group)))
     k_ref, v_ref = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)  # in place
     optional = {"cos": args.cos, "sin": args.sin, "qk_norms": args.qk_norms, "sinks": sinks}
     present = {name: array for name, array in optional.items() if array is not None}
@@ -512,6 +520,7 @@ def launch_with(
         gmem = GmemRefs(qkv, k_pages, v_pages, page_table, seq_lens, **named, out=out)
         _kernel(spec, gmem, scratch)
 
+    large = h == WIDE_HEAD or spec.group_tile > MMA_HEADS
     cluster: Any = {}
     if config.splits > 1:
         cluster = {"cluster": (config.splits,), "cluster_names": ("split",)}
@@ -525,7 +534,7 @@ def launch_with(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=REDUCTION_BYTES * (2 if h == WIDE_HEAD else 1),
+            reduction_scratch_bytes=REDUCTION_BYTES * (2 if large else 1),
         ),
         kernel_name="append_decode",
         **cluster,

@@ -20,7 +20,8 @@ from pallas_kernels.lib.numerics import power_of_two
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
 WIDE_HEAD = 256  # two CTAs with two blocks each in flight exceed the shared memory of an SM
-GROUP_TILE = 8  # query heads per kv head, padded to N of a wgmma
+MAX_GROUP = 16  # query heads per kv head
+MMA_HEADS = 8  # N of a wgmma is a multiple of this: the query heads of a kv head are padded to it
 MMA_KEYS = 64  # M of a wgmma: the smallest block of keys
 PAGE_SIZES = (8, 16, 32, 64)  # TMA writes swizzled tiles of 8 rows
 CTAS_PER_SM = 2  # one attends while the other begins or ends
@@ -47,6 +48,11 @@ class MosaicConfig:
     max_clusters: int
 
 
+def group_tile(num_heads: int, num_kv_heads: int) -> int:
+    """The query heads of a kv head, with those of padding."""
+    return -(-num_heads // num_kv_heads // MMA_HEADS) * MMA_HEADS
+
+
 def supports(args: DecodeArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
     if args.cap is not None or args.slopes is not None:
@@ -61,8 +67,8 @@ def supports(args: DecodeArgs) -> str | None:
         return f"values are {args.values}, and tokens are {'' if args.appends else 'not '}appended"
     if h not in HEAD_DIMS:
         return f"head_dim {h} is not 64, 128 or 256"
-    if n // num_kv_heads > GROUP_TILE:
-        return f"{n // num_kv_heads} query heads share a kv head, at most {GROUP_TILE} may"
+    if n // num_kv_heads > MAX_GROUP:
+        return f"{n // num_kv_heads} query heads share a kv head, at most {MAX_GROUP} may"
     if page_size not in PAGE_SIZES:
         return f"page_size {page_size} is not 8, 16, 32 or 64"
     if (ctas := rows * num_kv_heads * MAX_SPLITS) < MIN_CTAS:
@@ -94,6 +100,8 @@ def heuristic_config(args: DecodeArgs) -> MosaicConfig:
     splits = power_of_two(splits + 1) // 2
     if h == WIDE_HEAD:
         stages = IN_FLIGHT_BYTES // _block_bytes(args, MMA_KEYS)
+        # queries and states of more heads would exceed the shared memory by 6 KB
+        stages -= splits > 1 and group_tile(args.queries.shape[1], num_kv_heads) > MMA_HEADS
         return MosaicConfig(splits, MMA_KEYS, stages, num_sms)
     one_cta_per_sm = b * num_kv_heads * splits <= num_sms
     block, budget = MMA_KEYS, IN_FLIGHT_BYTES // CTAS_PER_SM

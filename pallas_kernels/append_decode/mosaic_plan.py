@@ -15,9 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.append_decode.mosaic_launch import GROUP_TILE, MosaicConfig
+from pallas_kernels.append_decode.mosaic_launch import MosaicConfig, group_tile
 
 LANES = 32  # of a warp
+WARPS = 4  # of a warpgroup
 
 type Ref = Any
 
@@ -50,6 +51,11 @@ class DecodeSpec:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def group_tile(self) -> int:
+        """Query heads per kv head, with the padding: N of a wgmma."""
+        return group_tile(self.num_heads, self.num_kv_heads)
+
+    @property
     def pages_per_block(self) -> int:
         """Pages per block of keys."""
         return self.config.block // self.page_size
@@ -57,7 +63,7 @@ class DecodeSpec:
     @property
     def heads_per_copy(self) -> int:
         """Heads per TMA copy, which must divide the heads of a row."""
-        return math.gcd(GROUP_TILE, self.num_heads + 2 * self.num_kv_heads)
+        return math.gcd(self.group_tile, self.num_heads + 2 * self.num_kv_heads)
 
     @property
     def num_copies(self) -> int:
@@ -72,9 +78,11 @@ class DecodeSpec:
 
     @property
     def half_layout(self) -> Any:
-        """Register layout of one half of each head, [GROUP_TILE, H / 2]: two heads a warp."""
-        half = self.head_dim // 2
-        tiles = plgpu.Tiling(((GROUP_TILE, half), (GROUP_TILE // 4, half), (half // LANES,)))
+        """Register layout of one half of each head, [group_tile, H / 2]: each warp has a quarter of
+        the heads.
+        """
+        heads, half = self.group_tile, self.head_dim // 2
+        tiles = plgpu.Tiling(((heads, half), (heads // WARPS, half), (half // LANES,)))
         return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
 
 
@@ -89,7 +97,7 @@ class GmemRefs(NamedTuple):
     cos: Ref | None  # float32[B, H / 2]
     sin: Ref | None  # float32[B, H / 2]
     qk_norms: Ref | None  # [2, H]
-    sinks: Ref | None  # [K, GROUP_TILE]
+    sinks: Ref | None  # [K, group_tile]
     out: Ref  # [B, N, H]
 
 
@@ -100,19 +108,19 @@ class DecodeScratch(NamedTuple):
     """
 
     cluster_barrier: Ref  # one arrival per CTA; after SMEM JAX's interpreter would deadlock on it
-    heads_smem: Ref  # [GROUP_TILE, H], not swizzled: queries, then rotated queries, then results
+    heads_smem: Ref  # [group_tile, H], not swizzled: queries, then rotated queries, then results
     k_smem: Ref  # [stages, block, H]
     # [1, H]: the new key, rotated. As a row of a larger buffer Mosaic would have TMA swizzle each
     # 64 components by themselves, unlike the stores from registers (jax 0.11.2, H200).
     new_k_smem: Ref
-    acc_smem: Ref  # float32[H, GROUP_TILE]: acc of a split, read by the first CTA
-    q_smem: Ref  # [GROUP_TILE, H], rotated
-    new_score_smem: Ref  # float32[GROUP_TILE]: scores of the new key
-    m_smem: Ref  # float32[GROUP_TILE]: m_i of a split
-    l_smem: Ref  # float32[GROUP_TILE]: l_i of a split
+    acc_smem: Ref  # float32[H, group_tile]: acc of a split, read by the first CTA
+    q_smem: Ref  # [group_tile, H], rotated
+    new_score_smem: Ref  # float32[group_tile]: scores of the new key
+    m_smem: Ref  # float32[group_tile]: m_i of a split
+    l_smem: Ref  # float32[group_tile]: l_i of a split
     v_smem: Ref  # [stages, block, H]
     new_v_smem: Ref  # [1, H]
-    p_smem: Ref  # [GROUP_TILE, block]
+    p_smem: Ref  # [group_tile, block]
     heads_barrier: Ref  # queries, and the new value if it is copied as it is
     k_consumed_barriers: Ref  # [stages]
     k_barriers: Ref  # [stages]: one arrival per page
@@ -188,27 +196,27 @@ def stage_index(spec: DecodeSpec, step: jax.Array | int) -> jax.Array:
 
 def scratch_types(spec: DecodeSpec) -> DecodeScratch:
     """The types of the scratch memory, for ``plgpu.kernel``."""
-    config, dtype, h = spec.config, spec.dtype, spec.head_dim
+    config, dtype, h, heads = spec.config, spec.dtype, spec.head_dim, spec.group_tile
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, 64)), swizzle(128))
     blocks = plgpu.SMEM((config.stages, config.block, h), dtype, transforms=swizzled)
-    per_head = plgpu.SMEM((GROUP_TILE,), jnp.float32)
+    per_head = plgpu.SMEM((heads,), jnp.float32)
     barriers = plgpu.Barrier(num_arrivals=spec.pages_per_block, num_barriers=config.stages)
     consumed_barriers = plgpu.Barrier(num_barriers=config.stages)
     is_split = config.splits > 1
     return DecodeScratch(
-        heads_smem=plgpu.SMEM((GROUP_TILE, h), dtype),
+        heads_smem=plgpu.SMEM((heads, h), dtype),
         k_smem=blocks,
         new_k_smem=plgpu.SMEM((1, h), dtype),
-        acc_smem=plgpu.SMEM((h, GROUP_TILE), jnp.float32) if is_split else None,
-        q_smem=plgpu.SMEM((GROUP_TILE, h), dtype, transforms=swizzled),
+        acc_smem=plgpu.SMEM((h, heads), jnp.float32) if is_split else None,
+        q_smem=plgpu.SMEM((heads, h), dtype, transforms=swizzled),
         new_score_smem=per_head,
         m_smem=per_head if is_split else None,
         l_smem=per_head if is_split else None,
         v_smem=blocks,
         new_v_smem=plgpu.SMEM((1, h), dtype),
-        p_smem=plgpu.SMEM((GROUP_TILE, config.block), dtype, transforms=swizzled),
+        p_smem=plgpu.SMEM((heads, config.block), dtype, transforms=swizzled),
         cluster_barrier=plgpu.ClusterBarrier(collective_axes=("split",)) if is_split else None,
         heads_barrier=plgpu.Barrier(num_arrivals=spec.num_copies + (not spec.norm_value)),
         k_consumed_barriers=consumed_barriers,

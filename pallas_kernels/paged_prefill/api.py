@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
@@ -12,20 +9,17 @@ from pallas_kernels.lib.checks import check_paged
 from pallas_kernels.lib.page_scales import check_scales
 from pallas_kernels.native import attention
 from pallas_kernels.paged_prefill import cases, launch, ref, xla
+from pallas_kernels.paged_prefill.converted import launch as converted_launch
 from pallas_kernels.paged_prefill.fixed import launch as fixed_launch
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 _mosaic = imported_when_called(
     "pallas_kernels.paged_prefill.mosaic", "paged_prefill", launch.result_shapes
 )
+_converted = imported_when_called("pallas_kernels.paged_prefill.converted.triton", "paged_prefill")
 _split = imported_when_called("pallas_kernels.paged_prefill.split.triton", "paged_prefill")
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
 _triton_fixed = imported_when_called("pallas_kernels.paged_prefill.fixed.triton", "paged_prefill")
-
-
-def _without_arrivals(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A kernel that needs no ``arrivals``. With a Ref it would be traced again in every layer."""
-    return lambda args: kernel(replace(args, arrivals=None))
 
 
 OP = KernelOp(
@@ -41,31 +35,37 @@ OP = KernelOp(
         ),
         Impl(
             "mosaic",
-            _without_arrivals(_mosaic),
+            _mosaic,
             platforms=("gpu",),
             supports=launch.mosaic_supports,
         ),
         Impl(
+            "converted",
+            _converted,
+            platforms=("gpu",),
+            supports=converted_launch.supports,
+            workspace=converted_launch.workspace,
+        ),
+        Impl(
             "triton",
-            _without_arrivals(_triton),
+            _triton,
             platforms=("gpu",),
             supports=launch.triton_supports,
         ),
         Impl(
             "native",
-            _without_arrivals(attention.paged_prefill),
+            attention.paged_prefill,
             platforms=("cpu",),
             supports=attention.prefill_supports,
         ),
-        Impl("xla", _without_arrivals(xla.paged_prefill)),
-        Impl("triton_fixed", _without_arrivals(_triton_fixed), ("gpu",), fixed_launch.supports),
+        Impl("xla", xla.paged_prefill),
+        Impl("triton_fixed", _triton_fixed, ("gpu",), fixed_launch.supports),
     ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,
     tolerance={"float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3},
     feeds=((0, 0),),
-    refs=(10,),
 )
 
 
@@ -79,9 +79,6 @@ def paged_prefill(args: PrefillArgs, impl: str | None = None) -> jax.Array:  # [
     as in ``append_decode.attend_ref``. ``impl`` pins an implementation. Raises ValueError on
     arguments that do not fit together.
 
-    ``arrivals`` are as in ``append_decode``; there are enough of them for any implementation
-    (``ref.most_arrivals``).
-
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
     context = args.page_table, args.seq_lens, args.window, args.sinks, args.slopes
@@ -90,13 +87,6 @@ def paged_prefill(args: PrefillArgs, impl: str | None = None) -> jax.Array:  # [
         raise ValueError(
             f"paged_prefill: query_start_loc {args.query_start_loc.shape} must hold one entry more "
             f"than the {args.seq_lens.shape[0]} rows"
-        )
-    tokens, num_kv_heads = args.q.shape[0], args.k_pages.shape[2]
-    counters = ref.most_arrivals(tokens, num_kv_heads)
-    if args.arrivals is not None and args.arrivals.shape[0] < counters:
-        raise ValueError(
-            f"paged_prefill: arrivals {args.arrivals.shape} are fewer than the {counters} of "
-            f"{tokens} queries and {num_kv_heads} kv heads"
         )
     check_scales("paged_prefill", args)
     return dispatch(OP, (args,), {}, impl)

@@ -12,7 +12,7 @@ from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.lib.shapes import PagedCase, paged_arrays, sinks_of, slopes_of
-from pallas_kernels.paged_prefill.ref import PrefillArgs, most_arrivals
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
@@ -155,10 +155,45 @@ def _fp8() -> tuple[PagedCase, ...]:
     steps = _prompt_steps(
         *(("t8192_ctx8192", 1, 8192, 8192, 16), ("t8192_32x256", 32, 256, 256, 16)),
         ("t512_ctx512", 1, 512, 512, 16),
+        ("t8192_ctx16384", 1, 8192, 16384, 16),
     )
+    # of the converted pages 15 are those of the first three rows, or of two
+    ragged = (70, 0, 150, 90, 9), (66, 0, 3, 20, 9)
+    # The second row's window begins with a block of 128 keys, but its first tile one key earlier.
+    windows = (21, 316, 150), (9, 21, 40)
     return (
         *cases,
         *(replace(x, name=f"{x.name}_bf16", dtype="bfloat16", tags=("full",)) for x in cases),
+        PagedCase(
+            "qwen3_4b_many_fp8",
+            shapes.QWEN3_4B,
+            (300, 1, 2000, 0, 77),
+            (300, 1, 900, 0, 64),
+            dtype="bfloat16",
+            tags=("full",),
+            **fp8,
+        ),
+        PagedCase("smollm2_tp3_ragged_fp8", _SMOL_TP3, *ragged, tags=("full",), **fp8),
+        PagedCase(
+            "smollm2_tp3_ragged_fp8_bf16",
+            _SMOL_TP3,
+            *ragged,
+            dtype="bfloat16",
+            tags=("full",),
+            **fp8,
+        ),
+        *(
+            PagedCase(
+                f"smollm2_tp3_ragged_window_fp8{suffix}",
+                _SMOL_TP3,
+                *windows,
+                window=40,
+                dtype=dtype,
+                tags=("full",),
+                **fp8,
+            )
+            for suffix, dtype in (("", "float32"), ("_bf16", "bfloat16"))
+        ),
         PagedCase(
             "heads2_dim256_fp8", shapes.Heads(2, 1, 256), (40,), (9,), dtype="bfloat16", **fp8
         ),
@@ -304,13 +339,6 @@ CASES = (
 )
 
 
-def arrivals_of(case: PagedCase) -> np.ndarray | None:  # int32[...]
-    """Counters as an engine passes them; None where it has none, for many tokens."""
-    tokens = sum(case.query_lens) + case.padding
-    count = most_arrivals(tokens, case.heads.num_kv_heads)
-    return np.zeros(count, np.int32) if count else None
-
-
 def build(case: PagedCase, seed: int) -> Inputs:
     """Inputs of a case; padding queries are NaN."""
     rng = np.random.default_rng(seed)
@@ -331,7 +359,6 @@ def build(case: PagedCase, seed: int) -> Inputs:
         "k_scales": arrays.k_scales,
         "v_scales": arrays.v_scales,
         "slopes": slopes_of(case),
-        "arrivals": arrivals_of(case),
     }
     static: dict[str, Any] = {"window": case.window, "cap": case.cap}
     return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, **static),))

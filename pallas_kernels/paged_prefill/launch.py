@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -77,6 +77,7 @@ FEW_STARTS_TILE = 64  # as STARTS_TILE
 MAX_SPLITS = 16
 MIN_KEYS = 256  # of a split, if a context has as many
 RESIDENT = 2  # CTAs of an SM, which heads of up to 128 have; splits of one tile need one
+MERGED_COLUMNS, MERGED_SPLITS = 32, 6  # of a CTA at the same time; more of both would spill
 
 
 @dataclass(frozen=True)
@@ -132,18 +133,12 @@ class SplitConfig:
     """Tile sizes and launch parameters of the Triton kernel with splits.
 
     ``splits``: of a tile at most, a power of two; ``ctas``: of each kv head and part of its values,
-    one for each SM. ``resident``: CTAs of an SM at most. With ``merges`` the last CTA of a tile to
-    arrive merges its states, else a second kernel does. So many ``columns`` of values are merged at
-    the same time, from ``unroll`` splits: more of both would spill registers.
+    one for each SM.
     """
 
     tile: TritonConfig
     splits: int
     ctas: int
-    resident: int = RESIDENT
-    merges: bool = True
-    columns: int = 32
-    unroll: int = 6
 
 
 def num_warpgroups(head_dim: int, window: int | None, num_tokens: int) -> int:
@@ -205,9 +200,7 @@ def split_config(args: PrefillArgs) -> SplitConfig:
     ctas = max(current_device().num_sms // (num_kv_heads * parts), 1)
     keys = most_keys(args, tile.rows // (n // num_kv_heads))
     splits = max(min(ctas, keys // MIN_KEYS, MAX_SPLITS), 1)
-    config = SplitConfig(tile, power_of_two(splits + 1) // 2, ctas)
-    # of 16 rows in float32: with 32 columns of 6 splits the assembler spills to have more CTAs
-    return replace(config, columns=64, unroll=2) if args.q.dtype.itemsize > 2 else config
+    return SplitConfig(tile, power_of_two(splits + 1) // 2, ctas)
 
 
 def _split_tile(args: PrefillArgs) -> TritonConfig:
@@ -217,8 +210,8 @@ def _split_tile(args: PrefillArgs) -> TritonConfig:
         return heuristic_config(args.q, is_scaled=is_scaled)
     if h > WIDE_HEAD:
         return TritonConfig(64, 32, 8, 3, 128)
-    if h > 128:  # blocks of 64 keys in 8-bit pages would spill
-        return TritonConfig(64, 32, 4, 3, 128) if is_scaled else TritonConfig(64, 64, 8, 3, 128)
+    if h > 128:  # 64 rows would spill with 8-bit pages
+        return TritonConfig(32, 32, 4, 3, 128) if is_scaled else TritonConfig(64, 64, 8, 5, 128)
     return TritonConfig(64, 64, 4, 5)
 
 

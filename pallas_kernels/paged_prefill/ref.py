@@ -18,11 +18,6 @@ FEW_TOKENS = 256
 MAX_PARTS = 4  # CTAs that divide a head's columns of values
 
 
-def most_arrivals(num_tokens: int, num_kv_heads: int) -> int:
-    """The counters that a call may need (``PrefillArgs.arrivals``); 0 for many tokens."""
-    return num_tokens * num_kv_heads * MAX_PARTS if num_tokens <= FEW_TOKENS else 0
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PrefillArgs:
@@ -38,7 +33,6 @@ class PrefillArgs:
     k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
     v_scales: jax.Array | None = None  # float32[P, S, K]
     slopes: jax.Array | None = None  # float32[N]
-    arrivals: jax.Ref | None = None  # int32[>= most_arrivals(T, K)]
     scale: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
     cap: float | None = field(default=None, metadata=STATIC)

@@ -9,6 +9,8 @@ becomes of a tile.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax_triton as jt
 import triton
@@ -27,6 +29,62 @@ from pallas_kernels.paged_prefill.tile import (
     oldest_key,
     store_result,
 )
+
+
+@triton.jit
+def attend_tile(
+    q,  # [T, N, H]
+    k_pages,  # [P, S, K, H]
+    v_pages,  # [P, S, K, H]
+    page_table,  # int32[R, M]
+    seq_lens,  # int32[R]
+    sinks,  # [N]; unused without HAS_SINKS
+    k_scales,  # float32[P, S, K]; unused without SCALED
+    v_scales,  # float32[P, S, K]; unused without SCALED
+    out,  # [T, N, H]
+    row,  # of the tile, which has tokens; R: padding
+    row_end,
+    first_token,  # of the tile
+    num_starts,
+    table_width,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The outputs of a CTA's tile."""
+    PARTS: tl.constexpr = DIM_TILE // VALUE_TILE  # CTAs of a tile, which divide the values' columns
+    kv_head = tl.program_id(0) // PARTS
+    columns = tl.program_id(0) % PARTS * VALUE_TILE + tl.arange(0, VALUE_TILE)
+    length = tl.load(seq_lens + row, mask=row + 1 < num_starts, other=0)  # 0: padding
+    count, position = context_of(  # type: ignore[misc]
+        first_token, row_end, length, TOKENS
+    )
+    end = position + count
+    start = oldest_key(position, WINDOW)
+
+    pair = tl.arange(0, ROWS)
+    token = pair // GROUP
+    at_tile, in_tile = offsets_of(first_token, kv_head, pair, NUM_KV_HEADS, GROUP, HEAD_DIM)
+    query = load_queries(q + at_tile, in_tile, token < count, HEAD_DIM, DIM_TILE, SCALED)
+    m_i, l_i = first_state(sinks, kv_head * GROUP + pair % GROUP, HAS_SINKS, ROWS)
+    m_i, l_i, acc = attend_keys(
+        query, position, token, m_i, l_i, k_pages + kv_head * HEAD_DIM,
+        v_pages + kv_head * HEAD_DIM, k_scales + kv_head, v_scales + kv_head, columns,
+        page_table + row * table_width, start, end, start, end, SCALE, CAP, WINDOW, SCALED,
+        NUM_KV_HEADS, HEAD_DIM, DIM_TILE, VALUE_TILE, PAGE_SIZE, ROWS, BLOCK, False,
+    )  # fmt: skip
+    store_result(out + at_tile, in_tile, columns, token < count, l_i, acc, HEAD_DIM)
 
 
 @triton.jit
@@ -60,9 +118,6 @@ def _attend_tile(
     TOKENS: tl.constexpr,  # tokens of the tile: ROWS // GROUP
     BLOCK: tl.constexpr,  # keys per loop iteration
 ):
-    PARTS: tl.constexpr = DIM_TILE // VALUE_TILE  # CTAs of a tile, which divide the values' columns
-    kv_head = tl.program_id(0) // PARTS
-    columns = tl.program_id(0) % PARTS * VALUE_TILE + tl.arange(0, VALUE_TILE)
     # The longest tiles, those at the end of a row, come first, so none runs alone at the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row, _, row_end, first_token = row_of_tile(  # type: ignore[misc]
@@ -70,23 +125,11 @@ def _attend_tile(
     )
     if first_token >= row_end:
         return
-    length = tl.load(seq_lens + row, mask=row + 1 < num_starts, other=0)  # 0: padding
-    count, position = context_of(first_token, row_end, length, TOKENS)
-    end = position + count
-    start = oldest_key(position, WINDOW)
-
-    pair = tl.arange(0, ROWS)
-    token = pair // GROUP
-    at_tile, in_tile = offsets_of(first_token, kv_head, pair, NUM_KV_HEADS, GROUP, HEAD_DIM)
-    query = load_queries(q + at_tile, in_tile, token < count, HEAD_DIM, DIM_TILE, SCALED)
-    m_i, l_i = first_state(sinks, kv_head * GROUP + pair % GROUP, HAS_SINKS, ROWS)
-    m_i, l_i, acc = attend_keys(
-        query, position, token, m_i, l_i, k_pages + kv_head * HEAD_DIM,
-        v_pages + kv_head * HEAD_DIM, k_scales + kv_head, v_scales + kv_head, columns,
-        page_table + row * table_width, start, end, start, end, SCALE, CAP, WINDOW, SCALED,
-        NUM_KV_HEADS, HEAD_DIM, DIM_TILE, VALUE_TILE, PAGE_SIZE, ROWS, BLOCK, False,
+    attend_tile(
+        q, k_pages, v_pages, page_table, seq_lens, sinks, k_scales, v_scales, out, row, row_end,
+        first_token, num_starts, table_width, SCALE, CAP, WINDOW, HAS_SINKS, SCALED, NUM_KV_HEADS,
+        GROUP, HEAD_DIM, DIM_TILE, VALUE_TILE, PAGE_SIZE, ROWS, TOKENS, BLOCK,
     )  # fmt: skip
-    store_result(out + at_tile, in_tile, columns, token < count, l_i, acc, HEAD_DIM)
 
 
 def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
@@ -96,9 +139,6 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
 
 def launch_with(config: launch.TritonConfig, args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """``paged_prefill`` with a given configuration; the tuner calls it too."""
-    (t, _, h), num_starts = args.q.shape, args.query_start_loc.shape[0]
-    sizes, value_tile = launch.sizes_of(args.q, args, config), config.value_tile(h)
-    parts = sizes["DIM_TILE"] // value_tile
     return jt.triton_call(
         args.q,
         args.k_pages,
@@ -111,11 +151,21 @@ def launch_with(config: launch.TritonConfig, args: PrefillArgs) -> jax.Array:  #
         args.seq_lens if args.v_scales is None else args.v_scales,
         kernel=_attend_tile,
         out_type=args.q,
-        grid=(sizes["NUM_KV_HEADS"] * parts, t // sizes["TOKENS"] + num_starts),
-        num_tokens=t,
-        num_starts=num_starts,
-        SCALED=args.k_scales is not None,
-        STARTS_TILE=max(launch.STARTS_TILE, power_of_two(num_starts)),
-        VALUE_TILE=value_tile,
-        **sizes,
+        **launch_of(config, args),
     )
+
+
+def launch_of(config: launch.TritonConfig, args: PrefillArgs) -> dict[str, Any]:
+    """The grid and the other parameters of a launch with a CTA for each tile."""
+    (t, _, h), num_starts = args.q.shape, args.query_start_loc.shape[0]
+    sizes, value_tile = launch.sizes_of(args.q, args, config), config.value_tile(h)
+    parts = sizes["DIM_TILE"] // value_tile
+    return {
+        "grid": (sizes["NUM_KV_HEADS"] * parts, t // sizes["TOKENS"] + num_starts),
+        "num_tokens": t,
+        "num_starts": num_starts,
+        "SCALED": args.k_scales is not None,
+        "STARTS_TILE": max(launch.STARTS_TILE, power_of_two(num_starts)),
+        "VALUE_TILE": value_tile,
+        **sizes,
+    }

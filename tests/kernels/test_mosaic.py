@@ -8,6 +8,7 @@ waited for.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,9 +21,12 @@ from kit.lowering import lowered_in_place
 from pallas_kernels.harness.registry import Impl, select
 from pallas_kernels.harness.testing import mismatch
 from pallas_kernels.lib.device import Device, compiling_for
+from pallas_kernels.lib.page_scales import values_of
 from pallas_kernels.lib.shapes import PagedCase
 from pallas_kernels.paged_prefill import launch, mosaic, mosaic_plan
 from pallas_kernels.paged_prefill.api import OP
+from pallas_kernels.paged_prefill.converted.launch import RowPages
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
 CASES = {case.name: case for case in OP.cases}
@@ -103,6 +107,42 @@ def test_three_compute_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert problem is None, problem
 
 
+def _converted(args: PrefillArgs, rows: RowPages, capacity: int) -> tuple[jax.Array, ...]:
+    """In place of Triton's: the converted pages, and NaN in those that belong to no row."""
+    page = jnp.arange(capacity)
+    row = jnp.minimum(jnp.sum(rows.ends <= page[:, None], axis=1), len(rows.ends) - 1)
+    source = args.page_table[row, page + rows.shifts[row]]
+    unused = (page >= rows.ends[-1])[:, None, None, None]
+    pools = ((args.k_pages, args.k_scales), (args.v_pages, args.v_scales))
+    return tuple(
+        jnp.where(unused, jnp.nan, values_of(pages[source]) * scales[source, ..., None]).astype(
+            args.q.dtype
+        )
+        for pages, scales in pools
+        if scales is not None
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "smollm2_tp3_ragged_window_fp8_bf16",
+        pytest.param("smollm2_tp3_ragged_fp8_bf16", marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.usefixtures("on_hopper")
+def test_the_pages_that_it_reads_are_converted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    converted = pytest.importorskip("pallas_kernels.paged_prefill.converted.triton")
+    monkeypatch.setattr(mosaic, "_accumulate", _accumulate)
+    monkeypatch.setattr(converted, "converted", _converted)
+    inputs = OP.build(CASES[name], 0)
+    capacity, kernel = inputs.args[0].page_table.size, mosaic.paged_prefill.__wrapped__
+    run = partial(converted.launch_with, capacity, attend=kernel)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        problem = mismatch(OP, Impl("converted", run), CASES[name], inputs)
+    assert problem is None, problem
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -133,6 +173,20 @@ def test_chosen_and_lowered_for_hopper(name: str) -> None:
 def test_refusals(case: PagedCase, reason: str) -> None:
     inputs = OP.build(case, 0)
     assert reason in (MOSAIC.refuses("gpu", inputs.args, inputs.static) or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("smollm2_tp3_window_bf16", "pages are bfloat16, not 8-bit floats"),
+        ("llama3_8b_fp8", "17 queries, no more than 256,"),
+        ("qwen3_4b_t512_ctx512_fp8", "compute capability none, not 9.x"),
+    ],
+)
+def test_pages_that_are_not_converted(name: str, reason: str) -> None:
+    impl = next(impl for impl in OP.impls if impl.name == "converted")
+    inputs = OP.build(CASES[name], 0)
+    assert reason in (impl.refuses("gpu", inputs.args, inputs.static) or "")
 
 
 def _one_prompt(rows: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -40,6 +40,8 @@ from pallas_kernels.harness.registry import Impl, Inputs, select
 from pallas_kernels.harness.testing import mismatch
 from pallas_kernels.lib.shapes import (
     GEMMA4_26B,
+    GLM4_5_TP8,
+    GLM4_9B,
     GPT_OSS_20B_TP8,
     LLAMA3_2_3B,
     QWEN2_5_7B,
@@ -58,6 +60,7 @@ STEPS = [
     *QWEN_STEPS,
     CASES["gpt_oss_20b_step_b8_ctx1056_window128"],
     *(CASES[f"gemma4_26b_window_b{rows}_ctx1056"] for rows in (1, 8, 64)),
+    *(CASES[f"glm4_9b_step_b{rows}_ctx1056"] for rows in (1, 8, 64, 256)),
 ]
 INTERPRETED = [
     ("qwen3_4b_bf16", MosaicConfig(1, 64, 3, max_clusters=24)),
@@ -69,8 +72,12 @@ INTERPRETED = [
     ("gpt_oss_tp8_sinks_window_bf16", MosaicConfig(2, 64, 2, max_clusters=4)),
     ("qwen3_4b_tp8_window_page64_bf16", MosaicConfig(1, 128, 2, max_clusters=2)),
     ("gemma4_window_bf16", MosaicConfig(1, 64, 2, max_clusters=2)),
+    ("glm4_5_tp8_gqa12_bf16", MosaicConfig(2, 64, 2, max_clusters=4)),
 ]
 INTERPRETED_NIGHTLY = [
+    ("glm4_9b_gqa16_bf16", MosaicConfig(2, 128, 2, max_clusters=8)),
+    ("heads32_dim64_gqa16_bf16", MosaicConfig(1, 64, 2, max_clusters=8)),
+    ("heads32_dim256_gqa16_bf16", MosaicConfig(2, 64, 2, max_clusters=8)),
     ("gpt_oss_tp8_sinks_window_bf16", MosaicConfig(1, 64, 2, max_clusters=2)),
     ("gemma4_values_bf16", MosaicConfig(2, 64, 2, max_clusters=6)),
     ("smollm2_tp3_sinks_window_of_one_bf16", MosaicConfig(2, 64, 2, max_clusters=2)),
@@ -175,7 +182,7 @@ def _call(case: DecodeCase) -> DecodeArgs:
     )
 
 
-UNSWIZZLED = [LLAMA3_2_3B, QWEN2_5_7B, GPT_OSS_20B_TP8, GEMMA4_26B]
+UNSWIZZLED = [LLAMA3_2_3B, QWEN2_5_7B, GPT_OSS_20B_TP8, GEMMA4_26B, GLM4_5_TP8, GLM4_9B]
 OFTEN = ("b8_ctx1056_page16", "b64_ctx1056_page64", "gemma4_26b_window_b64_ctx1056")
 
 
@@ -230,6 +237,9 @@ WANTED = replace(CASES["qwen3_4b_bf16"], name="wanted")
         pytest.param(CASES["phi3_head96_bf16"], "head_dim 96 is not", id="head_dim"),
         pytest.param(CASES["gemma4_keys_bf16"], "values are keys", id="values"),
         pytest.param(CASES["gemma4_shared_bf16"], "not appended", id="appends"),
+        pytest.param(
+            replace(WANTED, heads=Heads(48, 2, 128)), "24 query heads share a kv", id="group"
+        ),
         pytest.param(replace(WANTED, page_size=24), "page_size 24 is not", id="page_size"),
         pytest.param(
             replace(WANTED, heads=QWEN3_4B_TP8, seq_lens=(90,), padding=0),

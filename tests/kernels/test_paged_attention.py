@@ -166,13 +166,6 @@ def test_arguments_that_do_not_fit(change, message) -> None:
         paged_prefill(PrefillArgs(**arrays, **rows, scale=1.0, window=change.get("window")))
 
 
-def test_prefill_wants_counters_for_every_kernel() -> None:
-    case = PagedCase("few", SMOL, (9,), (5,))
-    (args,) = prefill_cases.build(case, 0).args
-    with pytest.raises(ValueError, match=r"arrivals \(59,\) are fewer than the 60 of 5 queries"):
-        paged_prefill(replace(args, arrivals=args.arrivals[:-1]))
-
-
 def test_prefill_wants_one_start_more_than_rows() -> None:
     pages = jnp.zeros((4, 16, 3, 64))
     two = jnp.zeros(2, int)

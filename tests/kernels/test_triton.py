@@ -40,7 +40,7 @@ import jax_triton
 
 from kit.lowering import lowered_in_place
 from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call
-from kit.triton_sweep import MERGED_APART
+from kit.triton_sweep import ON_CONVERTED
 
 ROOT = Path(__file__).parents[2]
 HOPPER_SHARED_BYTES = 227 << 10  # per CTA
@@ -108,7 +108,9 @@ def _to_compile() -> list[Any]:
     for one in _sweep("ci"):
         marks = () if _often(one.values[2]) else pytest.mark.nightly
         cases.append(pytest.param(*one.values, id=one.id, marks=marks))
-    return cases + _sweep("gpu", marks=pytest.mark.nightly)
+    of_gpus = _sweep("gpu", marks=pytest.mark.nightly)
+    converted = ("qwen3_4b_t512_ctx512_fp8", "gpt_oss_tp8_fp8_bf16")
+    return cases + of_gpus + [_prefill(ON_CONVERTED, x, pytest.mark.nightly) for x in converted]
 
 
 @pytest.fixture(scope="module")
@@ -138,19 +140,25 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, str | None]:
 
 def _to_interpret() -> list[Any]:
     """The cases of CI; bfloat16 where there is the same in float32 is marked nightly."""
-    cases = [*_sweep("ci"), _merged_apart()]
+    cases = _sweep("ci")
     names = {one.id for one in cases}
     return [
-        pytest.param(*one.values, id=one.id, marks=[pytest.mark.nightly] * _is_twin(one.id, names))
-        for one in cases
+        *(
+            pytest.param(
+                *one.values, id=one.id, marks=[pytest.mark.nightly] * _is_twin(one.id, names)
+            )
+            for one in cases
+        ),
+        _prefill(ON_CONVERTED, "smollm2_tp3_ragged_fp8"),
+        _prefill(ON_CONVERTED, "smollm2_tp3_ragged_window_fp8", pytest.mark.nightly),
     ]
 
 
-def _merged_apart() -> Any:
-    """Splits of two rows, one without keys, that a second kernel merges."""
+def _prefill(impl: Impl, case: str, marks: Any = ()) -> Any:
+    """A case of paged_prefill with an implementation of ``kit.triton_sweep``."""
     op = next(op for op in all_ops() if op.name == "paged_prefill")
-    case = next(case for case in op.cases if case.name == "smollm2_tp3_splits")
-    return pytest.param(op, MERGED_APART, case, id=f"{op.name}/{MERGED_APART.name}/{case.name}")
+    found = next(one for one in op.cases if one.name == case)
+    return pytest.param(op, impl, found, id=f"{op.name}/{impl.name}/{case}", marks=marks)
 
 
 def _is_twin(name: str, names: set[str]) -> bool:

@@ -6,7 +6,6 @@ them. Prints one JSON object: for each case null, or the error of the result.
 
 import json
 import sys
-from dataclasses import replace
 from importlib import import_module
 
 import jax
@@ -14,21 +13,24 @@ import jax
 from kit.triton_shims import in_place_of_triton_call, interpreted
 from pallas_kernels.harness.registry import Impl, KernelOp, all_ops
 from pallas_kernels.harness.testing import mismatch
-from pallas_kernels.paged_prefill import launch
+from pallas_kernels.paged_prefill import launch, xla
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 
-def _merged_apart(args: PrefillArgs) -> jax.Array:  # [T, N, H]
-    """``paged_prefill`` in splits whose states a second kernel merges."""
-    config = replace(launch.split_config(args), merges=False)
-    return import_module("pallas_kernels.paged_prefill.split.triton").launch_with(config, args)
+def _on_converted(args: PrefillArgs) -> jax.Array:  # [T, N, H]
+    """``paged_prefill`` on converted pages of some rows, of which XLA's definition takes the part
+    of the Mosaic kernel.
+    """
+    module = import_module("pallas_kernels.paged_prefill.converted.triton")
+    return module.launch_with(FEW_PAGES, args, xla.paged_prefill)
 
 
-MERGED_APART = Impl("split_merged_apart", _merged_apart, supports=launch.split_supports)
+FEW_PAGES = 15  # of a case's first rows
+ON_CONVERTED = Impl("on_converted", _on_converted, supports=launch.triton_supports)
 
 
 def _impl(op: KernelOp, name: str) -> Impl:
-    return next(impl for impl in (*op.impls, MERGED_APART) if impl.name == name)
+    return next(impl for impl in (*op.impls, ON_CONVERTED) if impl.name == name)
 
 
 def run(name: str) -> str | None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from jaxinfer.core.connector import Connector, Forms
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Abort, PageGroup, StepPlan
-from jaxinfer.core.tiers import SNAPSHOTS, CostModel, SaveAhead, TierChanged, group_of
+from jaxinfer.core.tiers import SNAPSHOTS, CostModel, SaveAhead, TierChanged, TierPolicy, group_of
 from jaxinfer.exec.tiers.host import HostTier
 from jaxinfer.sched.saves import has_saves
 from kit.drive import Drive, make_limits, make_request
@@ -376,6 +376,10 @@ def test_a_page_that_a_tier_has_lost_is_saved_again_when_it_is_evicted() -> None
     one.tiers.clear(weights_changed=False)  # type: ignore[union-attr]
     one.call(TierChanged((), keys))
     assert answer(one, OTHER) == 0 and answer(one, PROMPT) == 36
+
+
+def test_bytes_of_the_pages_of_pools() -> None:
+    assert TierPolicy(unit_bytes=(3, 5, 3)).in_pools((1, 0, 1)).pool_bytes == (5, 3)
 
 
 def test_loads_add_no_steps_to_the_bound() -> None:

@@ -41,7 +41,6 @@ from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.state import State
 from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.harness.pins import Pins
-from pallas_kernels.paged_prefill.ref import most_arrivals
 from pallas_kernels.publish.api import PublishArgs, publish
 
 type Arrays = tuple[jax.Array, ...]
@@ -270,15 +269,14 @@ class StepFunction:
         return bool(bucket.num_prefills) and not others
 
     def _arrivals(self) -> jax.Ref | None:
-        """Zeros for the counters of ``append_decode`` and ``paged_prefill``, made once per step.
+        """Zeros for the counters of ``append_decode``, made once per step.
 
         None in a step that needs none, or for a model without keys and values.
         """
         bucket = self.layout.bucket
         heads = max((e.shape[0] for e in self.model.state.arrays if e.name == "k"), default=0)
         decodes = bucket.num_decodes if bucket.query_tokens == 1 else 0
-        count = max(decodes * heads, most_arrivals(bucket.num_tokens - decodes, heads))
-        return jax.new_ref(jnp.zeros(count, jnp.int32)) if count else None
+        return jax.new_ref(jnp.zeros(decodes * heads, jnp.int32)) if decodes * heads else None
 
     def _record(
         self,

@@ -242,7 +242,6 @@ def prefill(
         page_table=pages.page_table[d:],
         seq_lens=pages.seq_lens[d:],
         query_start_loc=ctx.rows.query_start_loc,
-        arrivals=ctx.arrivals,
         sinks=terms.sinks,
         slopes=terms.slopes,
         scale=scale,

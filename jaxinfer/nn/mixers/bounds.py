@@ -37,9 +37,15 @@ MOST_MIXED = 4 * FEW_TOKENS
 
 
 def attention_bytes(config: AttentionConfig, step: StepShape) -> int:
-    """The states of splits, where a step has few prompt tokens."""
-    if not step.num_prompts or step.x.shape[0] > MOST_MIXED:
+    """The converted pages of prompts, or the states of splits if a step has few prompt tokens."""
+    if not step.num_prompts:
         return 0
+    tokens = step.x.shape[0]
+    counts = (tokens, min(tokens, FEW_TOKENS)) if tokens <= MOST_MIXED else (tokens,)
+    return max(_prefill_bytes(config, step, count) for count in counts)
+
+
+def _prefill_bytes(config: AttentionConfig, step: StepShape, tokens: int) -> int:
     of: Any = jax.ShapeDtypeStruct
     x, op, rows = step.x, paged_prefill.OP, step.num_prompts
     if config.chunk is not None:
@@ -49,7 +55,7 @@ def attention_bytes(config: AttentionConfig, step: StepShape) -> int:
     pool = of((1, 16, config.num_kv_heads, head), page_dtype)
     scales = of(pool.shape[:3], jnp.float32) if page_dtype == BITS else None
     args = PrefillArgs(
-        q=of((min(x.shape[0], FEW_TOKENS), config.num_heads, head), x.dtype),
+        q=of((tokens, config.num_heads, head), x.dtype),
         k_pages=pool,
         v_pages=pool,
         page_table=of((rows, MOST_PAGES), jnp.int32),
