@@ -5,7 +5,7 @@ Source: ``modeling_lfm2`` and ``modeling_lfm2_moe`` of Hugging Face transformers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, experts_per_token
+from jaxinfer.models.gated_conv import conv_mixer, conv_param_specs
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     NormSources,
@@ -23,12 +24,8 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     with_mixers,
 )
-from jaxinfer.models.linears import Linear, conv_specs, linear_specs
 from jaxinfer.models.names import TensorNames
-from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
-from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
-from jaxinfer.nn.placement import Fused
 from pallas_kernels.route.routing import Routing
 
 _CONV, _FULL = "conv", "full_attention"
@@ -82,15 +79,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return with_mixers(decoder, {i: conv for i, kind in enumerate(kinds) if kind == _CONV})
 
 
-def conv_mixer(config: Mapping[str, Any], width: int, taps: int) -> GatedConvConfig:
-    """The convolution of so many channels, by default of ``taps`` tokens."""
-    return GatedConvConfig(
-        width=width,
-        conv_width=hf.positive_int(config, "conv_L_cache", taps),
-        bias=hf.flag(config, "conv_bias", False),
-    )
-
-
 def _layer_kinds(config: Mapping[str, Any]) -> Sequence[str]:
     """The kind of each layer; of older files the list has those with attention."""
     num_layers = hf.positive_int(config, "num_hidden_layers")
@@ -141,22 +129,6 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
         choice_bias=hf.flag(config, "use_expert_bias", True),
     )
     return [dense if i < num_dense else experts for i in range(num_layers)]
-
-
-def conv_param_specs(
-    path: str, source: str, c: GatedConvConfig, width: int, norm_dtype: jnp.dtype | None
-) -> Iterator[ParamSpec]:
-    """The parameters of ``nn.mixers.gated_conv``."""
-    del norm_dtype
-    own, channels = f"{source}conv.", c.width
-    axes = (None, Fused("heads", (channels,) * 3))
-    linears = (
-        Linear("into", ("in_proj",), (width, 3 * channels), axes, c.bias),
-        Linear("o", ("out_proj",), (channels, width), ("heads", None), c.bias),
-    )
-    weights, biases = linear_specs(path, own, linears)
-    yield from (*weights, *biases)
-    yield from conv_specs(path, f"{own}conv", (c.conv_width, channels), "heads", bias=c.bias)
 
 
 FAMILY = ModelFamily(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.gated_conv import conv_mixer, conv_param_specs
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     NormSources,
@@ -22,7 +23,6 @@ from jaxinfer.models.gqa import (
 )
 from jaxinfer.models.hf_rope import ropes_by_kind
 from jaxinfer.models.layer_kinds import sliding_window
-from jaxinfer.models.lfm2 import conv_mixer, conv_param_specs
 from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec
