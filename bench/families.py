@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,22 @@ from jaxinfer import LLM, SamplingParams
 from jaxinfer.bench.circumstances import host_circumstances, write_report
 
 CONFIGS = Path("tests/data/configs.json")  # of public models
+# Widths of public models with other mixers, in a few layers with few experts, one model a line.
+MIXERS = Path("bench/shapes/mixers.json")
+# Their engines have few executables, and chunks in which the longest prompts are continued.
+COARSE = {
+    "max_num_batched_tokens": 256,
+    "prefill_bucket_start": 256,
+    "decode_bucket_start": 8,
+    "mixed_bucket_start": 8,
+}
 MAX_MEDIAN, MAX_DIFFERENCE = 0.05, 0.15
 # Per-layer embeddings and two norms a block multiply the rounding: on a CPU, where engine and dense
 # form are both XLA's, the greatest is 0.45 in bfloat16 (median 0.044), and 0.0001 in float32.
 MAX_OF_NOISY = {"gemma-4-e2b": 0.6}
 PROMPT_TOKENS = (1, 5, 70, 300, 40, 40, 40)
 OUTPUT_TOKENS, LAYERS = 8, 4
+NEXT_TOKENS = 30  # of a second turn, which finds the longest prompt and its answer
 # Heads, KV heads, hidden and inner size of models whose configs are those of another size.
 LIKE_QWEN3 = {"qwen3-14b": (40, 8, 5120, 17408), "qwen3-8b": (32, 8, 4096, 12288)}
 LIKE_LLAMA = {"llama-3.2-3b": (24, 8, 3072, 8192), "glm-4-9b": (32, 2, 4096, 13696)}
@@ -81,15 +92,26 @@ def configs() -> dict[str, dict[str, Any]]:
                 section[key] = [layer for layer in section[key] if layer <= LAYERS]
     small = {"num_hidden_layers": LAYERS, "vocab_size": 32064}
     tokens = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2}
-    return {name: {**config, **small, **tokens} for name, config in {**found, **made}.items()}
+    every = {name: {**config, **small, **tokens} for name, config in {**found, **made}.items()}
+    return every | mixers()
+
+
+def mixers() -> dict[str, dict[str, Any]]:
+    """The configs of ``MIXERS`` by name."""
+    return json.loads(MIXERS.read_text("utf-8"))  # type: ignore[no-any-return]
 
 
 def _sizes(sizes: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(SIZES, sizes, strict=True))
 
 
-def differences(config: dict[str, Any], folder: Path, share: float) -> dict[str, Any]:
-    """How far the logprobs are apart: median, greatest by the prompt's number of tokens."""
+def differences(
+    config: dict[str, Any], folder: Path, share: float, sizes: Mapping[str, int]
+) -> dict[str, Any]:
+    """How far the logprobs are apart: median, greatest by the prompt's number of tokens.
+
+    ``sizes`` are further settings of the engine.
+    """
     (folder / "config.json").write_text(json.dumps(config))
     llm = LLM(
         str(folder),
@@ -97,8 +119,8 @@ def differences(config: dict[str, Any], folder: Path, share: float) -> dict[str,
         skip_tokenizer_init=True,
         max_model_len=1024,
         max_num_seqs=8,
-        max_num_batched_tokens=512,
         gpu_memory_utilization=share,
+        **{"max_num_batched_tokens": 512, **sizes},
     )
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 30000, n).tolist() for n in PROMPT_TOKENS]
@@ -106,11 +128,15 @@ def differences(config: dict[str, Any], folder: Path, share: float) -> dict[str,
         temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=0, detokenize=False
     )
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
+    longest = PROMPT_TOKENS.index(max(PROMPT_TOKENS))
+    answer = outputs[longest].outputs[0].token_ids
+    prompts.append([*prompts[longest], *answer, *rng.integers(3, 30000, NEXT_TOKENS).tolist()])
+    outputs += llm.generate([{"prompt_token_ids": prompts[-1]}], greedy, use_tqdm=False)
     every: dict[int, list[float]] = {}
     for prompt, output in zip(prompts, outputs, strict=True):
         made = output.outputs[0]
         tokens = [*prompt, *made.token_ids]  # padded, so that one compilation serves all
-        padding = [0] * (max(PROMPT_TOKENS) + OUTPUT_TOKENS - len(tokens))
+        padding = [0] * (len(prompts[-1]) + OUTPUT_TOKENS - len(tokens))
         logits = llm.model.forward([*tokens, *padding]).astype(jnp.float32)
         logprobs = np.asarray(jax.nn.log_softmax(logits))
         for i, (token, found) in enumerate(zip(made.token_ids, made.logprobs or (), strict=True)):
@@ -118,6 +144,7 @@ def differences(config: dict[str, Any], folder: Path, share: float) -> dict[str,
             every.setdefault(len(prompt), []).append(difference)
     return {
         "experts": bool(llm.model.model.config.experts),
+        "reused": outputs[-1].num_cached_tokens,
         "median": round(float(np.median(sum(every.values(), start=[]))), 4),
         "greatest": {str(tokens): round(max(found), 4) for tokens, found in every.items()},
     }
@@ -144,12 +171,13 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for name, config in chosen.items():
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = differences(config, Path(folder), options.gpu_memory_utilization)
+            sizes = COARSE if name in mixers() else {}
+            found[name] = differences(config, Path(folder), options.gpu_memory_utilization, sizes)
         gc.collect()  # the engine's memory, for the next
         print(name, found[name], flush=True)
-    if options.output:
-        report = {**host_circumstances(), "device": jax.devices()[0].device_kind}
-        write_report(options.output, {**report, "differences": found})
+        if options.output:  # after each model: a limit of time may end the others
+            report = {**host_circumstances(), "device": jax.devices()[0].device_kind}
+            write_report(options.output, {**report, "differences": found})
     if not all(is_right(*one) for one in found.items()):
         raise SystemExit(1)
 

@@ -1,11 +1,12 @@
 """A table of each family's costs: lines of its file, the options it needed, seconds of its tests.
 
     pytest -q tests --junitxml=report.xml        # what ``make test`` runs, on idle cores
-    python -m bench.family_costs report.xml
+    python -m bench.family_costs report.xml [costs.json]
 
-prints it in Markdown, from the repository root. Options are the fields of specs that differ from
-their defaults in a golden file of the family. A test is a family's if its parameters name its
-architecture, a golden file of it, or begin with its name; those that name none are not counted.
+prints it in Markdown, from the repository root, and writes its numbers to a file. Options are the
+fields of specs that differ from their defaults in a golden file of the family. A test is a family's
+if its parameters name its architecture, a golden file of it, or begin with its name; those that
+name none are not counted.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 from safetensors import safe_open
 
 from bench.models_page import GOLDEN
+from jaxinfer.bench.circumstances import host_circumstances, write_report
 from jaxinfer.models.registry import (
     build_model,
     decoder_config,
@@ -124,5 +126,14 @@ def table(found: dict[str, Costs]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def main() -> None:
+    """Print the table, and write the file if one is named."""
+    found = costs(Path(sys.argv[1]))
+    sys.stdout.write(table(found))
+    for path in map(Path, sys.argv[2:]):
+        families = {name: own._asdict() for name, own in found.items()}
+        write_report(path, {**host_circumstances(), "families": families})
+
+
 if __name__ == "__main__":
-    sys.stdout.write(table(costs(Path(sys.argv[1]))))
+    main()

@@ -32,6 +32,7 @@ BEGIN, END = "<!-- models_page: begin -->\n", "<!-- models_page: end -->\n"
 # llama.cpp's names that are not those of a family
 GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
     {
+        "bailingmoe": "bailing",
         "bailingmoe2": "bailing",
         "nemotron_h_moe": "nemotron_h",
         "qwen3moe": "qwen3_moe",

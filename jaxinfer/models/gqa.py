@@ -20,7 +20,7 @@ from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
 from jaxinfer.models.names import LLAMA, TensorNames
-from jaxinfer.models.params import ParamSpec, as_is, join, join_outputs, stack
+from jaxinfer.models.params import ParamSpec, as_is, join, join_outputs, stack, transposed
 from jaxinfer.models.sources import ArraySpec, PackedHeads, RotaryRows, Source
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
@@ -203,20 +203,25 @@ def outer_specs(
     config: DecoderSpec, norms: NormSources = PRE_NORMS, names: TensorNames = LLAMA
 ) -> list[ParamSpec]:
     """The parameters outside the layers: embedding, positions, final norm, and an untied head."""
-    v, d = config.vocab_size, config.hidden_size
-    embed = Source(f"{names.embed}.weight", (v, d))
-    array = ArraySpec((v, d), ("vocab", None))
+    v, d, e = config.vocab_size, config.hidden_size, config.embed_width or config.hidden_size
+    embed = Source(f"{names.embed}.weight", (v, e))
+    array = ArraySpec((v, e), ("vocab", None))
     specs = [ParamSpec("embed", array, (embed,), as_is, matrix="rows")]
     if config.num_positions is not None:
         array = ArraySpec((config.num_positions + config.first_position, d), (None, None))
         table = (Source(f"{names.positions}.weight", array.shape),)
         specs.append(ParamSpec("positions", array, table, as_is))
+    if config.embed_width is not None:
+        into, back = names.project
+        for path, name, shape in (("project_in", into, (e, d)), ("project_out", back, (d, e))):
+            own = (Source(f"{name}.weight", shape[::-1]),)
+            specs.append(ParamSpec(path, ArraySpec(shape, (None, None)), own, transposed))
     if config.embed_norm:
         specs += _outer_norm("embed_norm", names.embed_norm, config, norms)
     specs += _outer_norm("final_norm", names.final_norm, config, norms)
     if not config.tie_word_embeddings:
-        head = Source(f"{names.head}.weight", (v, d))
-        array = ArraySpec((d, v), (None, "vocab"))
+        head = Source(f"{names.head}.weight", (v, e))
+        array = ArraySpec((e, v), (None, "vocab"))
         specs.append(ParamSpec("lm_head", array, (head,), join_outputs, matrix="out_in"))
     if config.head_bias:
         bias = (Source(f"{names.head}.bias", (v,)),)

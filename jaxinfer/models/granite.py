@@ -1,9 +1,9 @@
 """Granite 3 (dense, mixtures): factors on embeddings, blocks' outputs, scores and logits.
 
-GraniteSWA has windows, sinks, and a base of the rope of each layer, or none.
+GraniteSWA and GraniteMoeSWA have windows, sinks, and a base of the rope of each layer, or none.
 
-Source: ``modeling_granite``, ``modeling_granite_swa``, ``modeling_granitemoe`` and
-``modeling_granitemoeshared`` of Hugging Face transformers.
+Source: ``modeling_granite``, ``modeling_granite_swa``, ``modeling_granitemoe``,
+``modeling_granitemoeshared`` and ``modeling_granitemoe_swa`` of Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import experts_config, experts_per_token, gated_network
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_param_specs
-from jaxinfer.models.granite_parts import granite_config, granite_expert_specs
+from jaxinfer.models.granite_parts import SWA_TENSORS, granite_config, granite_expert_specs
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
+from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig, LayerSpec
 from pallas_kernels.route.routing import Routing
 
-_MIXTURES = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
+_SHARED = ("GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM")
+_MIXTURES = ("GraniteMoeForCausalLM", *_SHARED)
+_SWA = ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM")
 _WINDOW, _PATTERN = 128, 4  # transformers' defaults of GraniteSWA
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     names = config.get("architectures", ())
-    is_swa = "GraniteSWAForCausalLM" in names
+    is_swa = any(name in names for name in _SWA)
     windows = _windows(config) if is_swa else windows_by_layer(config, None)
     bias, ffns = hf.flag(config, "attention_bias", False), None
     if any(name in names for name in _MIXTURES):
@@ -41,7 +44,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         routing = Routing(experts_per_token(config), renormalised=True)
         width = "intermediate_size"
         experts = experts_config(config, count="num_local_experts", width=width, routing=routing)
-        if "GraniteMoeSharedForCausalLM" in names:
+        if any(name in names for name in _SHARED):
             experts = replace(experts, shared=_shared(config))
         ffns = [experts] * len(windows)
     spec = granite_config(
@@ -99,9 +102,17 @@ def _shared(config: Mapping[str, Any]) -> FeedForwardConfig | None:
     return gated_network(config, width) if width else None
 
 
+def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
+    """The parameters; the mixtures with sinks are the newer ones, with names of their own."""
+    mixer, specs = config.layers[0].mixer, granite_expert_specs
+    if isinstance(mixer, AttentionConfig) and mixer.sinks:
+        specs = partial(granite_expert_specs, names=SWA_TENSORS)
+    return gqa_param_specs(config, experts=specs)
+
+
 FAMILY = ModelFamily(
     name="granite",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, experts=granite_expert_specs),
+    param_specs=_param_specs,
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

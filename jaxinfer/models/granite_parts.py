@@ -21,7 +21,16 @@ from jaxinfer.nn.residual_spec import PlainResidual
 
 # of the network of all tokens
 SHARED_NAMES = TensorNames(into=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
-_TENSORS = ExpertTensors(router="block_sparse_moe.router.layer")
+_TENSORS = ExpertTensors(
+    router="block_sparse_moe.router.layer",
+    gate="block_sparse_moe.input_linear.weight",
+    down="block_sparse_moe.output_linear.weight",
+)
+SWA_TENSORS = ExpertTensors(
+    router="block_sparse_moe.router",
+    gate="block_sparse_moe.experts.gate_up_proj",
+    down="block_sparse_moe.experts.down_proj",
+)
 
 
 def granite_config(
@@ -42,20 +51,19 @@ def granite_config(
 
 
 def granite_expert_specs(
-    path: str, source: str, ffn: ExpertsConfig, width: int
+    path: str, source: str, ffn: ExpertsConfig, width: int, names: ExpertTensors = _TENSORS
 ) -> Iterator[ParamSpec]:
     """The parameters of a layer's experts: a tensor for all gates and ups, one for all downs; and
     those of the network of all tokens, if there is one.
     """
-    yield from router_specs(path, source, ffn, width, _TENSORS)
+    yield from router_specs(path, source, ffn, width, names)
     axes = expert_axes(ffn)
     for name, tensor, shape, own_axes in (
-        ("gate_up", "input_linear", (2 * ffn.width, width), axes.gate_up),
-        ("down", "output_linear", (width, ffn.width), axes.down),
+        ("gate_up", names.gate, (2 * ffn.width, width), axes.gate_up),
+        ("down", names.down, (width, ffn.width), axes.down),
     ):
         stack = (ffn.count, *shape)
-        tensor = f"{source}block_sparse_moe.{tensor}.weight"
-        parts = tuple(Source(tensor, stack, part=i) for i in range(ffn.count))
+        parts = tuple(Source(source + tensor, stack, part=i) for i in range(ffn.count))
         array = ArraySpec(stack, own_axes)
         yield ParamSpec(path + name, array, parts, join, pieces=ffn.count, matrix="experts")
     if ffn.shared is not None:

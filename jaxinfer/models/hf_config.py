@@ -131,7 +131,7 @@ def with_defaults(config: HFConfig, defaults: HFConfig) -> HFConfig:
 
 
 def layer_kinds(
-    config: HFConfig, key: str, num_layers: int, known: tuple[str, str]
+    config: HFConfig, key: str, num_layers: int, known: tuple[str, ...]
 ) -> list[str] | None:
     """``config[key]``, one of the ``known`` kinds for each layer; None if it is absent or null."""
     kinds = config.get(key)
@@ -140,7 +140,7 @@ def layer_kinds(
     fits = isinstance(kinds, list | tuple) and len(kinds) == num_layers
     if not fits or not all(kind in known for kind in kinds):
         raise ConfigError(
-            f"config key {key!r} must hold {known[0]!r} or {known[1]!r} for each of the "
+            f"config key {key!r} must hold {' or '.join(map(repr, known))} for each of the "
             f"{num_layers} layers"
         )
     return list(kinds)

@@ -5,7 +5,7 @@ Source: ``modeling_lfm2`` and ``modeling_lfm2_moe`` of Hugging Face transformers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, experts_per_token
+from jaxinfer.models.gated_conv import conv_mixer, conv_param_specs
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     NormSources,
@@ -23,12 +24,8 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     with_mixers,
 )
-from jaxinfer.models.linears import Linear, conv_specs, linear_specs
 from jaxinfer.models.names import TensorNames
-from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
-from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
-from jaxinfer.nn.placement import Fused
 from pallas_kernels.route.routing import Routing
 
 _CONV, _FULL = "conv", "full_attention"
@@ -78,11 +75,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     width = decoder.hidden_size
     for key in ("conv_dim", "conv_dim_out", "block_dim"):  # of older files
         hf.supported_only(config, key, width)
-    conv = GatedConvConfig(
-        width=width,
-        conv_width=hf.positive_int(config, "conv_L_cache", _TAPS),
-        bias=hf.flag(config, "conv_bias", False),
-    )
+    conv = conv_mixer(config, width, _TAPS)
     return with_mixers(decoder, {i: conv for i, kind in enumerate(kinds) if kind == _CONV})
 
 
@@ -138,22 +131,6 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
     return [dense if i < num_dense else experts for i in range(num_layers)]
 
 
-def _conv_specs(
-    path: str, source: str, c: GatedConvConfig, width: int, norm_dtype: jnp.dtype | None
-) -> Iterator[ParamSpec]:
-    """The parameters of ``nn.mixers.gated_conv``."""
-    del norm_dtype
-    own, channels = f"{source}conv.", c.width
-    axes = (None, Fused("heads", (channels,) * 3))
-    linears = (
-        Linear("into", ("in_proj",), (width, 3 * channels), axes, c.bias),
-        Linear("o", ("out_proj",), (channels, width), ("heads", None), c.bias),
-    )
-    weights, biases = linear_specs(path, own, linears)
-    yield from (*weights, *biases)
-    yield from conv_specs(path, f"{own}conv", (c.conv_width, channels), "heads", bias=c.bias)
-
-
 FAMILY = ModelFamily(
     name="lfm2",
     config_from_hf=config_from_hf,
@@ -162,7 +139,7 @@ FAMILY = ModelFamily(
         norms=NormSources(("operator_norm", "ffn_norm")),
         names=_NAMES,
         experts=partial(expert_specs, names=_EXPERTS),
-        mixers=_conv_specs,
+        mixers=conv_param_specs,
     ),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

@@ -33,6 +33,7 @@ class TensorNames(NamedTuple):
     o_norm: str = ""
     down_norm: str = ""
     embed_norm: str = ""
+    project: tuple[str, str] = ("", "")  # of embeddings of another width, and back
     sinks: str = "self_attn.sinks"
 
 

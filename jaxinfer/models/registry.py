@@ -127,6 +127,7 @@ _MODULES = (
     ("BitNetForCausalLM", "jaxinfer.models.bitnet"),
     ("HyperCLOVAXForCausalLM", "jaxinfer.models.hyperclovax"),
     ("GraniteSWAForCausalLM", "jaxinfer.models.granite"),
+    ("GraniteMoeSWAForCausalLM", "jaxinfer.models.granite"),
     ("BioGptForCausalLM", "jaxinfer.models.biogpt"),
     ("XGLMForCausalLM", "jaxinfer.models.xglm"),
     ("CTRLLMHeadModel", "jaxinfer.models.ctrl"),
@@ -145,6 +146,9 @@ _MODULES = (
     ("LongcatFlashForCausalLM", "jaxinfer.models.longcat_flash"),
     ("MiMoV2FlashForCausalLM", "jaxinfer.models.mimo_v2_flash"),
     ("LagunaForCausalLM", "jaxinfer.models.laguna"),
+    ("Lfm3ForCausalLM", "jaxinfer.models.lfm3"),
+    ("FlintForCausalLM", "jaxinfer.models.flint"),
+    ("DogeForCausalLM", "jaxinfer.models.doge"),
     ("JetMoeForCausalLM", "jaxinfer.models.jetmoe"),
 )
 

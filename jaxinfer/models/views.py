@@ -220,15 +220,18 @@ class WeightViews:
 
     @property
     def W_E(self) -> jax.Array:  # [V, D]
-        """The embedding, before ``embed_scale``."""
-        return self._dense(self.params["embed"], by_output=True)
+        """The embedding, before ``embed_scale``, with the projection to the stream's width."""
+        embed = self._dense(self.params["embed"], by_output=True)
+        return embed @ self.params["project_in"] if "project_in" in self.params else embed
 
     @property
     def W_U(self) -> jax.Array:  # [D, V]
-        """The unembedding; for a tied head the embedding, transposed."""
+        """The unembedding, after the projection to its width; a tied head is the embedding's."""
         if self.model.config.tie_word_embeddings:
-            return self.W_E.T
-        return self._dense(self.params["lm_head"])
+            head = self._dense(self.params["embed"], by_output=True).T
+        else:
+            head = self._dense(self.params["lm_head"])
+        return self.params["project_out"] @ head if "project_out" in self.params else head
 
     def _view(self, name: str, of_layer: Callable[[int], jax.Array]) -> LayerView:
         return LayerView(name, len(self.model.config.layers), of_layer)

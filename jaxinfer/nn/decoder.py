@@ -12,8 +12,8 @@ as [in, out], and GEMMs are ``x @ w``. Parameters, whose shapes are those of ``m
       unless tied               plain layer norms are not here
     lm_head_bias [V]
       with a head bias
-    embed_norm [D], [2, D]
-      with a norm of embeddings
+    embed_norm [D], [2, D]          project_in [E, D], project_out [D, E]
+      with a norm of embeddings       with embeddings, and a head, of another width E
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec
-from jaxinfer.nn.layer_spec import BlockFactors, NormSpec
+from jaxinfer.nn.layer_spec import NORM_PLACES, BlockFactors, NormSpec
 from jaxinfer.nn.linear import (
     Carried,
     Norm,
@@ -135,7 +135,7 @@ class DecoderLayer(nn.Module):
 
     def _norms(self, width: int) -> tuple[Norm, Norm | None, Norm, Norm | None]:
         """The norms before and after the mixer, before and after the feed-forward network."""
-        own, placed = self.norm, self.spec.norms
+        own = self.norm
         if own.kind == "layer_plain":
             norms = [Norm(None, 0, own.eps, own.kind)] * 4
         elif own.kind == "rms_plain":
@@ -144,16 +144,10 @@ class DecoderLayer(nn.Module):
             weights, rows_each = param(self, "norms"), 2 if own.kind == "layer" else 1
             starts = range(0, len(weights), rows_each)
             norms = [Norm(weights, row, own.eps, own.kind) for row in starts]
-        if placed == "shared":
-            return norms[0], None, norms[0], None
-        if placed == "both":
-            return norms[0], norms[1], norms[2], norms[3]
-        if placed == "before":
-            return norms[0], None, norms[1], None
-        if placed == "ffn_both":
-            return norms[0], None, norms[1], norms[2]
-        none = norms[0].as_none()
-        return none, norms[0], none, norms[1]
+        places, none = NORM_PLACES[self.spec.norms], norms[0].as_none()
+        before = [none if i is None else norms[i] for i in places[::2]]
+        after = [None if i is None else norms[i] for i in places[1::2]]
+        return before[0], after[0], before[1], after[1]
 
 
 def _on_norm(
@@ -300,6 +294,8 @@ class Decoder(nn.Module):
 
     def _embedding(self, token_ids: jax.Array, ctx: StepContext) -> jax.Array:  # [T, D]
         x = self.embed.take_of(token_ids, ctx).astype(self.spec.dtype)
+        if self.spec.embed_width is not None:
+            x = x @ param(self, "project_in")
         if self.spec.embed_scale is not None:
             x = x * jnp.asarray(self.spec.embed_scale, x.dtype)  # rounded first, as published
         return x
@@ -382,6 +378,8 @@ class Decoder(nn.Module):
         ``StepContext``.
         """
         head = self.embed if self.spec.tie_word_embeddings else weight(self, "lm_head")
+        if self.spec.embed_width is not None:
+            hidden = hidden @ param(self, "project_out")
         logits = head.matmul(hidden, Matmul(pins, wide=True))
         if self.spec.head_bias:
             logits = logits + param(self, "lm_head_bias").astype(logits.dtype)

@@ -22,6 +22,7 @@ from jaxinfer.nn.layer_spec import (
     LayerEndConfig,
     LayerInputsConfig,
     NormKind,
+    NormPlaces,
     NormSpec,
 )
 from jaxinfer.nn.positions import Alibi, Sinusoids
@@ -270,7 +271,7 @@ class ExpertsConfig(FeedForwardSpec):
 @dataclass(frozen=True)
 class LayerSpec:
     """One layer, with norms before or after its blocks (mixer, feed-forward network), or both, or
-    before both and after the network ("ffn_both").
+    before both and after the network ("ffn_both"), or before the network alone ("ffn").
 
     A norm after a block is of its output, before that is added to the residual stream. A layer may
     lack a block (``nn.absent``); it has one norm then, which is "shared". ``end`` is
@@ -282,7 +283,7 @@ class LayerSpec:
 
     mixer: MixerSpec
     ffn: FeedForwardSpec
-    norms: Literal["before", "after", "both", "shared", "ffn_both"] = "before"
+    norms: NormPlaces = "before"
     end: LayerEndConfig | None = None
     parallel: bool = False
     on_norms: tuple[BlockFactors, BlockFactors] | None = None
@@ -311,7 +312,8 @@ class DecoderSpec:
     ``lengths`` are the default context length of an engine and the longest one. ``embed_scale``
     multiplies embeddings, ``num_positions`` is the length of the table of learned positions (None
     without), whose row ``first_position`` is that of the first token; ``sinusoids`` are a table
-    without parameters. With ``embed_norm`` embeddings have a norm. ``dtype`` is that of weights and
+    without parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they have
+    that many elements, and are projected to the stream. ``dtype`` is that of weights and
     activations, ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of
     single layers. Logits x, which have a bias with ``head_bias`` and are multiplied by
     ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
@@ -331,6 +333,7 @@ class DecoderSpec:
     first_position: int = 0
     sinusoids: Sinusoids | None = None
     embed_norm: bool = False
+    embed_width: int | None = None
     residual: ResidualSpec = PlainResidual()
     layer_inputs: LayerInputsConfig | None = None
     logit_cap: float | None = None
@@ -353,9 +356,7 @@ class DecoderSpec:
         return replace(self, layers=layers)
 
     def share(self, devices: int) -> DecoderSpec:
-        """One device's part of the decoder: see ``MixerSpec``. Embedding and head are divided, too,
-        but their sizes are those of the arrays they are given.
-        """
+        """One device's part: see ``MixerSpec``. Embedding and head are as large as their arrays."""
         layers = tuple(layer.share(devices) for layer in self.layers)
         return replace(self, layers=layers, own_layout=self.layout)
 
@@ -388,8 +389,7 @@ class DecoderSpec:
             return self.own_layout
         states = [layer.mixer.state(self.dtype) for layer in self.layers]
         if not any(state.paged for state in states):
-            # The scheduler finds prefixes by their pages, so a model of recurrent layers alone has
-            # pages of no bytes.
+            # The scheduler finds prefixes by pages: recurrent layers alone get some of no bytes.
             first = next((i for i, state in enumerate(states) if state.per_slot), None)
             if first is not None:
                 states[first] = replace(states[first], paged=(PagedKind(()),))

@@ -5,8 +5,10 @@ Their modules are in ``nn.layer_inputs``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import jax.numpy as jnp
@@ -17,6 +19,19 @@ if TYPE_CHECKING:
 # An RMS norm with and without weight; LayerNorm with weight and bias, with a weight alone, and
 # without parameters.
 type NormKind = Literal["rms", "rms_plain", "layer", "layer_weight", "layer_plain"]
+# Where a layer has norms: see ``LayerSpec`` of ``nn.decoder_config``.
+type NormPlaces = Literal["before", "after", "both", "shared", "ffn_both", "ffn"]
+# Which of a layer's norms are before and after its mixer, before and after its network.
+NORM_PLACES: Mapping[NormPlaces, tuple[int | None, ...]] = MappingProxyType(
+    {
+        "before": (0, None, 1, None),
+        "after": (None, 0, None, 1),
+        "both": (0, 1, 2, 3),
+        "shared": (0, None, 0, None),
+        "ffn_both": (0, None, 1, 2),
+        "ffn": (None, None, 0, None),
+    }
+)
 
 
 @dataclass(frozen=True)

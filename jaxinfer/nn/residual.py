@@ -1,4 +1,4 @@
-"""The plain residual stream: blocks read the stream itself, and their outputs are added to it."""
+"""One residual stream: blocks read the stream itself, and their outputs are added to it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.linear import BlockOutput, Outputs, Stream, whole
+from jaxinfer.nn.weight import param
 
 # The stream after a block, of the tokens of the block's output: of its input [T, D], and of its
 # output [T, D], which may be split-K partials float32[S, T, D] or ``Addends``.
@@ -46,6 +48,21 @@ class Plain:
     def end(self, stream: Stream) -> Stream:
         """The input [T, D] of the final norm."""
         return stream
+
+
+class Weighted(nn.Module):
+    """One stream times ``weight`` [D], to which a block's output is added."""
+
+    @nn.compact
+    def read(
+        self,
+        stream: Stream,
+        only: jax.Array | None,  # int32[B]
+    ) -> tuple[Stream, Add]:
+        """See ``Plain``."""
+        del only
+        own = param(self, "weight")
+        return stream, lambda x, delta: Stream(x * own, delta)
 
 
 def _added(x: jax.Array, delta: BlockOutput, scale: float) -> Stream:

@@ -37,3 +37,15 @@ class PlainResidual:
         """See ``ResidualSpec``; it has no parameters."""
         del name
         return import_module("jaxinfer.nn.residual").Plain(self.scale)
+
+
+@dataclass(frozen=True)
+class WeightedResidual:
+    """One stream, which is multiplied by a parameter of each block before its output is added."""
+
+    num_streams: int = 1
+
+    def module(self, name: str) -> Any:
+        """See ``ResidualSpec``; the decoder's has no parameters."""
+        module = import_module("jaxinfer.nn.residual")
+        return module.Plain() if name == "residual" else module.Weighted(name=name)

@@ -21,23 +21,22 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE - 2, length).tolist()
 
 
-@cache
-def dense_tokens(
-    name: str, prompt: tuple[int, ...], max_tokens: int, length: int
-) -> tuple[int, ...]:
-    """Greedy tokens of the dense form of a tiny model, over ``length`` tokens with padding."""
+def dense_next(name: str, tokens: Sequence[int], length: int) -> list[int]:
+    """The likeliest token after each of these, by the dense form over ``length`` with padding.
+
+    An answer is greedy if each of its tokens is the likeliest one after those before it, which one
+    pass over prompt and answer shows.
+    """
     _, params = tiny_model(name)
     ids = np.zeros(length, np.int32)
-    ids[: len(prompt)] = prompt
-    for end in range(len(prompt), len(prompt) + max_tokens):
-        ids[end] = jnp.argmax(_logits(name)(params, ids)[end - 1])
-    return tuple(ids[len(prompt) : len(prompt) + max_tokens].tolist())
+    ids[: len(tokens)] = tokens
+    return np.asarray(_best(name)(params, ids))[: len(tokens)].tolist()
 
 
 @cache
-def _logits(name: str) -> jax.stages.Wrapped:
+def _best(name: str) -> jax.stages.Wrapped:
     model, _ = tiny_model(name)
-    return jax.jit(lambda params, ids: forward(model, params, ids))
+    return jax.jit(lambda params, ids: jnp.argmax(forward(model, params, ids), axis=-1))
 
 
 def check_tokens(
@@ -50,6 +49,8 @@ def check_tokens(
     outputs, count = run(served, prompts, params), params.max_tokens or 0
     for prompt, output in zip(prompts, outputs, strict=True):
         length = next(one for one in lengths if len(prompt) + count <= one)
-        found = tuple(output.outputs[0].token_ids)
-        assert found == dense_tokens(name, tuple(prompt), count, length), len(prompt)
+        found = list(output.outputs[0].token_ids)
+        assert len(found) == count
+        expected = dense_next(name, [*prompt, *found], length)[len(prompt) - 1 : -1]
+        assert found == expected, len(prompt)
     return [output.num_cached_tokens for output in outputs]

@@ -234,6 +234,22 @@ def _stacks(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     yield from _latent(name, tensor, c)
 
 
+def _bailing(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Ling lite: queries, keys and values apart, of which the first two rotate by pairs."""
+    match = re.match(r"model\.layers\.(\d+)\.attention\.query_key_value\.weight", name)
+    if not match:
+        yield name, tensor
+        return
+    heads = (c["num_attention_heads"], c["num_key_value_heads"])
+    width = len(tensor) // (heads[0] + 2 * heads[1])
+    ends = np.cumsum(heads) * width
+    for kind, part in zip("qkv", np.split(tensor, ends), strict=True):
+        own = part
+        if kind != "v":
+            own = part.reshape(-1, 2, width // 2, part.shape[1]).swapaxes(1, 2).reshape(part.shape)
+        yield f"blk.{match[1]}.attn_{kind}.weight", own
+
+
 CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _plus_one),
     **dict.fromkeys(("llama", "olmo", "mistral3"), _by_pairs),
@@ -247,6 +263,7 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
         ("glm4moe", "dots1", "ernie4_5-moe", "minimax-m2", "afmoe", "exaone-moe", "bailingmoe2"),
         _correction,
     ),
+    "bailingmoe": _bailing,
     "deepseek2": _latent,
     "mistral4": _stacks,
     "llama4": _llama4,

@@ -457,6 +457,13 @@ CONFIGS = MappingProxyType(
             "architectures": ["OPTForCausalLM"],
             "ffn_dim": 48,
         },
+        "opt_350m": {
+            **{key: _DECODER[key] for key in _OPT},
+            "architectures": ["OPTForCausalLM"],
+            "ffn_dim": 48,
+            "do_layer_norm_before": False,
+            "word_embed_proj_dim": 24,
+        },
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
         "bloom": {
             "vocab_size": VOCAB_SIZE,
@@ -540,6 +547,39 @@ CONFIGS = MappingProxyType(
             "layer_types": ["sliding_attention", "full_attention"],
             "layer_rope_theta": [0, 500.0],
         },
+        "granite_moe_swa": {
+            **_DECODER,
+            "architectures": ["GraniteMoeSWAForCausalLM"],
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_rope_theta": [0, 500.0],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+        },
+        "lfm3": {
+            **_WITHOUT_EPS,
+            "architectures": ["Lfm3ForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "norm_eps": 1e-5,
+            "conv_L_cache": 5,
+            "sliding_window": 7,
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+        },
+        "flint": {
+            **_DECODER,
+            "architectures": ["FlintForCausalLM"],
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_only_layers": [0],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+        },
+        "doge": {**_DECODER, "architectures": ["DogeForCausalLM"]},
         "biogpt": {
             **{key: _DECODER[key] for key in (*_OPT, "intermediate_size")},
             "architectures": ["BioGptForCausalLM"],
@@ -1055,7 +1095,17 @@ LIKE_OTHERS = (
     # do not rotate, and LayerNorm.
     *("granite", "smollm3", "cohere", "gemma", "seed_oss", "ernie4_5", "exaone4", "starcoder2"),
     *("olmo", "arcee", "helium", "nemotron", "jais2", "gpt_neox", "phi", "falcon", "falcon_7b"),
-    *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
+    *(
+        "gptj",
+        "opt",
+        "opt_350m",
+        "ministral",
+        "ministral3",
+        "olmo3",
+        "cwm",
+        "hunyuan",
+        "hunyuan_moe",
+    ),
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
     *(
         "bailing_hybrid",
@@ -1092,7 +1142,7 @@ LIKE_OTHERS = (
         "gpt_bigcode",
     ),
     *("gpt_neo", "codegen", "stablelm_12b", "vaultgemma", "hyperclovax", "granite_swa", "biogpt"),
-    *("xglm", "ctrl"),
+    *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint", "doge"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1110,7 +1160,7 @@ WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
-    *("bailing_hybrid", "nemotron_h_experts"),
+    *("bailing_hybrid", "nemotron_h_experts", "lfm3"),
 )
 
 

@@ -135,9 +135,12 @@ READ_BY = {
     "vaultgemma": {*_CAPS, "query_pre_attn_scalar"},
     "hyperclovax": _FACTORS,
     "granite_swa": _FACTORS,
+    "granite_moe_swa": {*_FACTORS, "num_local_experts"},
+    "flint": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "minimax": {"num_local_experts"},
     "axk1": {"moe_intermediate_size", "num_local_experts"},
     "laguna": {*_COUNTS, "moe_intermediate_size"},
+    "doge": {"num_experts"},  # of its mixtures, which "is_moe" tells apart
     "nemotron_h_experts": {"use_bias", "moe_intermediate_size", "num_local_experts"},
     "mimo_v2_flash": {"moe_intermediate_size", "num_local_experts", "attention_chunk_size"},
     "longcat_flash": {"num_local_experts"},

@@ -39,7 +39,8 @@ def test_latent_attention_has_heads_of_outputs_only(name: str) -> None:
         _ = m.W_K[0]
 
 
-WITHOUT = ("mamba2", "falcon_mamba", "diffllama", "gemma3n", "jetmoe")  # grouped-query attention
+# grouped-query attention
+WITHOUT = ("mamba2", "falcon_mamba", "diffllama", "gemma3n", "jetmoe", "doge")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (*LATENT, *WITHOUT)])

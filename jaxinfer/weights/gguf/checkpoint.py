@@ -114,7 +114,8 @@ class GGUFCheckpoint:
                 self._add(name, Plain(tensor, heads, stem in table.transposed))
         for (name, joined), members in parts.items():
             if name not in self.tensors:  # some files of DeepSeek have attn_kv_b as well
-                self._add(name, _joined(header, joined, members))
+                heads = tuple(hf_config.get(key) or 0 for key in table.heads)
+                self._add(name, _joined(header, joined, members, heads))
         for key, own in table.from_metadata.items():
             for i, number in enumerate(_of_each_layer(header, key, hf_config)):
                 self._add(f"{table.layer_prefix}{i}.{own}", Numbers(number))
@@ -192,8 +193,14 @@ def _check_experts(header: GGUFHeader, count: int) -> None:
         )
 
 
-def _joined(header: GGUFHeader, joined: Joined, members: Mapping[str, GGUFTensor]) -> Stored:
-    """The tensor that ``members``, by their names in the file, are parts of.
+def _joined(
+    header: GGUFHeader,
+    joined: Joined,
+    members: Mapping[str, GGUFTensor],
+    heads: tuple[int, ...],
+) -> Stored:
+    """The tensor that ``members``, by their names in the file, are parts of; ``heads`` are the
+    numbers of heads and of KV heads.
 
     Raises ``CheckpointError`` if one is missing or has the wrong shape.
     """
@@ -205,13 +212,14 @@ def _joined(header: GGUFHeader, joined: Joined, members: Mapping[str, GGUFTensor
             f"{header.path} has the tensor {present} but not {missing}; download it again"
         )
     tensors = [members[name] for name in names]
-    rank = 2 if joined.layout == "rows" or joined.parts[0].endswith(".bias") else 3
+    is_rows = joined.layout in ("rows", "interleaved")
+    rank = 2 if is_rows or joined.parts[0].endswith(".bias") else 3
     for name, tensor in zip(names, tensors, strict=True):
         _check_rank(header, name, tensor, rank)
     first, *others = tensors
     if joined.layout == "keys_and_values":
         fit = (first.shape[0], first.shape[1]) == (others[0].shape[0], others[0].shape[2])
-    elif joined.layout == "rows":
+    elif is_rows:
         fit = all(other.shape[1] == first.shape[1] for other in others)
     else:
         fit = all(other.shape == first.shape for other in others)
@@ -223,8 +231,8 @@ def _joined(header: GGUFHeader, joined: Joined, members: Mapping[str, GGUFTensor
         )
     if joined.layout == "keys_and_values":
         return KeysAndValues(*tensors)
-    if joined.layout == "rows":
-        return Rows((*tensors,))
+    if is_rows:
+        return Rows((*tensors,), (*heads, 0) if joined.layout == "interleaved" else ())
     alternating = joined.layout == "alternating"
     return ExpertStack((*tensors,), alternating, transposed=joined.layout != "experts")
 

@@ -279,6 +279,19 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
                 },
             ),
         ),
+        "bailingmoe": Family(
+            "BailingMoeForCausalLM",
+            "bailing_moe",
+            options={"dense": False},
+            readers=(
+                _SIZES,
+                _SOFTMAX,
+                _flag("norm_topk_prob", "expert_weights_norm"),
+                constant("expert_weights_scale", 1.0),
+                constant(_DENSE, 0),
+                _set_count("num_shared_experts", "expert_shared_count"),
+            ),
+        ),
         "bailingmoe2": Family(
             "BailingMoeV2ForCausalLM",
             "bailing_moe_v2",

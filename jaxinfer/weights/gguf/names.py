@@ -45,7 +45,10 @@ type Layout = Literal[
     "channel_taps",
 ]
 # How several tensors of the file make one, see ``stored``.
-type Joint = Literal["keys_and_values", "alternating", "experts_transposed", "experts", "rows"]
+# "interleaved" are rows of queries, of keys and of values, of which the first two are permuted.
+type Joint = Literal[
+    "keys_and_values", "alternating", "experts_transposed", "experts", "rows", "interleaved"
+]
 
 
 class Joined(NamedTuple):

@@ -275,6 +275,17 @@ _BAILING = replace(
     },
     bare=dict.fromkeys(("exp_probs_b", "exp_probs_b.bias"), "mlp.gate.expert_bias"),
 )
+_BAILING_1 = replace(
+    _BAILING,
+    bare={},
+    joined=(
+        Joined(
+            "attention.query_key_value.weight",
+            ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+            "interleaved",
+        ),
+    ),
+)
 # by the model_type of config.json
 EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
     {
@@ -301,6 +312,7 @@ EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "minimax_m2": _MINIMAX,
         "phimoe": replace(DECODER, layer={**DECODER.layer, **_W123}),
         "afmoe": _AFMOE,
+        "bailing_moe": _BAILING_1,
         "bailing_moe_v2": _BAILING,
         "granitemoe": _GRANITE_MOE,
         "granitemoeshared": _GRANITE_MOE,

@@ -124,9 +124,13 @@ class KeysAndValues(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of one tensor behind those of another, with as many inputs."""
+    """The rows of one tensor behind those of another, with as many inputs.
+
+    ``interleaved_heads`` are the heads of each whose rows are permuted; 0: they are in order.
+    """
 
     tensors: tuple[GGUFTensor, ...]
+    interleaved_heads: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,12 +146,26 @@ class Rows(NamedTuple):
     def read(self, part: int | None) -> np.ndarray:
         """See ``Stored``."""
         assert part is None, "only stacks have parts"
-        return np.concatenate([read_tensor(one) for one in self.tensors])
+        return np.concatenate(
+            [_in_order(read_tensor(one), heads) for one, heads in self._with_heads()]
+        )
 
     def read_quantised(self, part: int | None) -> Quantised:
         """See ``Stored``."""
         assert part is None, "only stacks have parts"
-        return quantised(_one_behind_another([converted(one) for one in self.tensors]))
+        members = [
+            {name: _in_order(array, heads) for name, array in converted(one).items()}
+            for one, heads in self._with_heads()
+        ]
+        return quantised(_one_behind_another(members))
+
+    def _with_heads(self) -> zip[tuple[GGUFTensor, int]]:
+        heads = self.interleaved_heads or (0,) * len(self.tensors)
+        return zip(self.tensors, heads, strict=True)
+
+
+def _in_order(rows: np.ndarray, interleaved_heads: int) -> np.ndarray:
+    return undo_interleave(rows, interleaved_heads) if interleaved_heads else rows
 
 
 class Numbers(NamedTuple):
