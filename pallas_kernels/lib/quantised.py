@@ -228,7 +228,7 @@ def kind_and_form(name: str) -> tuple[str, Form | None]:
     a recorded matrix.
     """
     base, *rest = name.split("_")
-    if len(rest) < 2:
+    if base not in KINDS or len(rest) < 2:
         return name, None
     order, group, super_group, dtype, *offsets = rest
     form = Form(base, int(group), dtype, offsets=bool(offsets), super_group=int(super_group))

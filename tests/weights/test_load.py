@@ -33,6 +33,8 @@ from kit.checkpoints import (
     write_hf_folder,
 )
 from kit.gguf_hybrid import tiny_qwen3_5_config, tiny_qwen3_5_moe_config
+from kit.tiny_models import tiny_config
+from pallas_kernels.lib.quantised import kind_and_form
 
 CONFIGS = {
     **DENSE_CONFIGS,
@@ -196,3 +198,11 @@ def test_dummy_of_a_gguf_reads_no_weights(tmp_path: Path) -> None:
     assert source.checkpoint is None
     load(source, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+def test_names_of_floats_are_not_those_of_records() -> None:
+    """A name like "kv_a_norm" has as many parts as that of a recorded matrix."""
+    model = build_model(tiny_config("deepseek_v3"), "float32")
+    names = [path.rpartition("/")[2] for path in model.arrays]
+    assert any(one.count("_") > 1 for one in names)
+    assert all(kind_and_form(one) == (one, None) for one in names)

@@ -70,8 +70,10 @@ def _page_bytes(args: PrefillArgs) -> int:
 
 
 def workspace(args: PrefillArgs) -> int:
-    """The bytes of the converted pages."""
-    return most_pages(args) * _page_bytes(args)
+    """The bytes of the converted pages, and of the outputs of rows that may not fit."""
+    pages = most_pages(args)
+    others = pages < args.page_table.size
+    return pages * _page_bytes(args) + others * args.q.size * args.q.dtype.itemsize
 
 
 def row_pages(args: PrefillArgs, capacity: int) -> RowPages:

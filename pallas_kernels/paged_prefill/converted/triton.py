@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import jax_triton as jt
 import triton
 import triton.language as tl
@@ -95,7 +96,7 @@ def _attend_rest(
     k_scales,  # float32[P, S, K]
     v_scales,  # float32[P, S, K]
     first_row,  # int32[1]
-    out,  # [T, N, H]: also before, that of other rows
+    out,  # [T, N, H]: only of these rows and of padding
     num_tokens,
     num_starts,
     table_width,
@@ -143,8 +144,7 @@ def launch_with(
     out = attend(launch.converted_args(args, rows, *converted(args, rows, capacity)))
     if capacity >= args.page_table.size:  # all rows fit
         return out
-    result = jax.new_ref(out)  # jax-triton updates a Ref in place
-    jt.triton_call(
+    rest = jt.triton_call(
         args.q,
         args.k_pages,
         args.v_pages,
@@ -155,12 +155,12 @@ def launch_with(
         args.k_scales,
         args.v_scales,
         rows.num_rows,
-        result,
         kernel=_attend_rest,
-        out_type=(),
+        out_type=args.q,
         **launch_of(attention.choose_config(args), args),
     )
-    return jax.freeze(result)
+    token = jnp.arange(len(args.q))[:, None, None]
+    return jnp.where(token < args.query_start_loc[rows.num_rows], out, rest)
 
 
 def converted(
