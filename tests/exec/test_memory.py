@@ -424,7 +424,7 @@ def test_fewer_sequences_need_fewer_pages() -> None:
         (
             DEVICE,
             {"max_model_len": 8192, "kv_cache_memory_bytes": 1 << 21},
-            "a context of 8192 tokens need 513 pages",
+            "a context of 8192 tokens needs 513 pages",
         ),
     ],
     ids=["small_device", "few_pages", "many_pages", "long_context"],
