@@ -26,7 +26,7 @@ class UnitLayout:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int, int, int], ...]:
-        """What a CTA copies: an array, where it begins in its row and in the unit, its words."""
+        """A piece for each CTA: its array, where it is in the row and in the unit, and its words."""
         found, at = list[tuple[int, int, int, int]](), 0
         for array, words in enumerate(self.row_words):
             for start in range(0, words, PIECE_WORDS):

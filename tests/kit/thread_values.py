@@ -28,11 +28,11 @@ class Type:
 
 
 class F32Type(Type):
-    """Of a scalar float32."""
+    """The type of a float32 scalar."""
 
 
 class IntegerType(Type):
-    """Of a scalar integer."""
+    """The type of an integer scalar."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,6 +98,47 @@ def test_a_wrong_value_is_named(name: str, change: dict[str, object], message: s
         build_model({**tiny_config(name), **change}, "float32")
 
 
+_KIMI = {"num_heads": 2, "head_dim": 16, "short_conv_kernel_size": 4}
+_LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen3_5", {"layer_types": ["spiral_attention"] * 3}, "'layer_types' must hold"),
+        ("qwen3_5", {"hidden_act": "xielu"}, "'hidden_act' is 'xielu', and this family supports"),
+        ("qwen3_5", {"rope_parameters": {"rope_type": "axial"}}, "rope type 'axial' is unknown"),
+        (
+            "kimi_linear",
+            {
+                "linear_attn_config": {
+                    **_KIMI,
+                    "kda_layers": [1, 3],
+                    "full_attn_layers": [2],
+                    "decay": "square",
+                }
+            },
+            "has the key 'decay', which KimiLinearForCausalLM does not know",
+        ),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {**_KIMI, "kda_layers": [1], "full_attn_layers": [2]}},
+            "must have each of the 3 layers",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": _LONGROPE, "original_max_position_embeddings": 128},
+            "'(short|long)_factor' must be a list of . positive numbers",
+        ),
+    ],
+)
+def test_a_wrong_layer_rope_or_decay_is_named(
+    name: str, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model({**tiny_config(name), **change}, "float32")
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

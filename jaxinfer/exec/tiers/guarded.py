@@ -87,7 +87,7 @@ class Guarded:
         self._call(lambda own: own.close(), None)
 
     def _call[T](self, method: Callable[[Connector], T], default: T) -> T:
-        """What a method returns, or ``default`` if it raises or has raised before."""
+        """The result of a method, or ``default`` if one raises or has raised before."""
         if self._own is None:
             return default
         try:
