@@ -26,7 +26,7 @@ class UnitLayout:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int, int, int], ...]:
-        """A piece for each CTA: its array, where it is in the row and in the unit, and its words."""
+        """A piece for each CTA: its array, where it is in its row and in the unit, its words."""
         found, at = list[tuple[int, int, int, int]](), 0
         for array, words in enumerate(self.row_words):
             for start in range(0, words, PIECE_WORDS):
