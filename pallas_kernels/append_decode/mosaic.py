@@ -292,9 +292,9 @@ def _matmul(a: Ref, b: Ref) -> jax.Array:  # [M, I], [I, group_tile] -> float32[
 def _zero_unwritten(spec: DecodeSpec, v_smem: Ref, num_written: jax.Array) -> None:  # [block, H]
     """Zero all but the first ``num_written`` values, since 0 * NaN is NaN.
 
-    With 16 heads a tile at a time: with whole rows of 128 components, two CTAs would not have enough
-    registers on an SM (134 of a thread; with tiles 112). With 8 heads they have, and tiles, each
-    between two barriers, are slower: 64 rows of Qwen3-4B took 5.32 ms instead of 5.06 (H200).
+    With 16 heads a tile at a time: with whole rows of 128 components, two CTAs would not have
+    enough registers on an SM (134 of a thread; with tiles 112). With 8 heads they have, and tiles,
+    each between two barriers, are slower: 64 rows of Qwen3-4B took 5.32 ms instead of 5.06 (H200).
     """
     columns = SWIZZLED_COLUMNS if spec.group_tile > MMA_HEADS else spec.head_dim
     shape = (MMA_KEYS, columns)
