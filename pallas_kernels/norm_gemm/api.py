@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +15,7 @@ from pallas_kernels.norm_gemm.ref import NormGemmArgs
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
 
-_mosaic, _tiled, _fp8_alone = (
+_mosaic, _tiled, _fp8 = (
     without_pins(imported_when_called(module, "norm_gemm", launch.result_shapes))
     for module in (
         "pallas_kernels.norm_gemm.mosaic",
@@ -24,12 +23,6 @@ _mosaic, _tiled, _fp8_alone = (
         "pallas_kernels.quantised_gemm.fp8.mosaic",
     )
 )
-
-
-def _fp8(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:
-    """The kernel of fp8 weights, which adds no bias, and an addition if there is one."""
-    total, y = _fp8_alone(replace(args, bias=None))
-    return total, y if args.bias is None else y + args.bias
 
 
 OP = KernelOp(
