@@ -187,7 +187,7 @@ def _matmul(
     return lax.fori_loop(0, spec.sizes.groups, step_body, first)[0]
 
 
-def _of_outputs(values: Ref, outputs: Any, shape: tuple[int, int]) -> jax.Array:
+def _of_outputs(values: Ref, outputs: Any, shape: tuple[int, ...]) -> jax.Array:
     """A slice of one value for each output, in float32 and for each of a result's tokens."""
     layout = plgpu.Layout.WGMMA.reduce(0)
     loaded = plgpu.load(values.at[outputs], layout=layout, optimized=False)
