@@ -14,6 +14,7 @@ from pallas_kernels.norm_gemm import cases, launch, ref, unfused
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
+from pallas_kernels.residual_norm.mosaic_launch import MAX_TOKENS
 
 _mosaic, _tiled, _fp8 = (
     without_pins(imported_when_called(module, "norm_gemm", launch.result_shapes))
@@ -34,13 +35,13 @@ OP = KernelOp(
             "tiled",
             _tiled,
             platforms=("gpu",),
-            supports=partial(launch.supports_quantised, tiled_launch.supports),
+            supports=partial(launch.supports_quantised, tiled_launch.supports, 1),
         ),
         Impl(
             "mosaic_fp8",
             _fp8,
             platforms=("gpu",),
-            supports=partial(launch.supports_quantised, fp8_launch.supports),
+            supports=partial(launch.supports_quantised, fp8_launch.supports, MAX_TOKENS),
             ref=ref.norm_gemm_fp8,
         ),
         Impl("unfused", unfused.unfused, ref=unfused.definition),

@@ -190,7 +190,7 @@ def test_a_token_is_the_same_alone_and_in_a_batch() -> None:
         np.testing.assert_array_equal(result, results[-1][: result.shape[0]])
 
 
-@pytest.mark.parametrize("shape", [(1, 512), (3, 640), (1024, 768)])
+@pytest.mark.parametrize("shape", [(1, 512), (3, 640), (96, 640), (1024, 768)])
 def test_tokens_are_quantised_as_defined(shape: tuple[int, int]) -> None:
     num_tokens, inner = shape
     x = arguments(num_tokens, inner, 64, ROWS).x.at[0, :128].set(0)

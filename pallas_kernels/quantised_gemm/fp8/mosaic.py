@@ -37,12 +37,18 @@ def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O], or float32[
 
 
 @jax.jit  # one trace for all layers
-def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
-    """See ``norm_gemm.api``; the normed token is quantised as ``fp8.tokens`` defines it."""
+def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:  # [T, K], [T, O]
+    """See ``norm_gemm.api``; normed tokens are quantised as ``fp8.tokens`` defines it.
+
+    The GEMM adds and normalises one token itself. Several are quantised by the norm's kernel.
+    """
     gemm = args.gemm(args.norm.x)
-    sizes = sizes_of(gemm)
-    config = decode_config(sizes, quantises=True)
-    return decode.launch_normed(config, sizes, args.norm, _with_float32(gemm.w), gemm.bias)
+    sizes, w = sizes_of(gemm), _with_float32(gemm.w)
+    if sizes.tokens == 1:
+        config = decode_config(sizes, quantises=True)
+        return decode.launch_normed(config, sizes, args.norm, w, gemm.bias)
+    total, *x = quantise.normed_tokens(args.norm)
+    return total, gemm_of_quantised(*x, w, gemm.bias, sizes=sizes)
 
 
 @jax.jit  # one trace for all layers
