@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,8 +14,9 @@ from pallas_kernels.norm_gemm import cases, launch, ref, unfused
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
+from pallas_kernels.residual_norm.mosaic_launch import MAX_TOKENS
 
-_mosaic, _tiled, _fp8_alone = (
+_mosaic, _tiled, _fp8 = (
     without_pins(imported_when_called(module, "norm_gemm", launch.result_shapes))
     for module in (
         "pallas_kernels.norm_gemm.mosaic",
@@ -24,12 +24,6 @@ _mosaic, _tiled, _fp8_alone = (
         "pallas_kernels.quantised_gemm.fp8.mosaic",
     )
 )
-
-
-def _fp8(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:
-    """The kernel of fp8 weights, which adds no bias, and an addition if there is one."""
-    total, y = _fp8_alone(replace(args, bias=None))
-    return total, y if args.bias is None else y + args.bias
 
 
 OP = KernelOp(
@@ -41,13 +35,13 @@ OP = KernelOp(
             "tiled",
             _tiled,
             platforms=("gpu",),
-            supports=partial(launch.supports_quantised, tiled_launch.supports),
+            supports=partial(launch.supports_quantised, tiled_launch.supports, 1),
         ),
         Impl(
             "mosaic_fp8",
             _fp8,
             platforms=("gpu",),
-            supports=partial(launch.supports_quantised, fp8_launch.supports),
+            supports=partial(launch.supports_quantised, fp8_launch.supports, MAX_TOKENS),
             ref=ref.norm_gemm_fp8,
         ),
         Impl("unfused", unfused.unfused, ref=unfused.definition),

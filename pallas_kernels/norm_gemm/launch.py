@@ -65,7 +65,7 @@ def supports(args: NormGemmArgs) -> str | None:
         return f"tokens and weights are {dtype} and {args.w.dtype}"
     if args.bias is not None and args.bias.dtype != dtype:
         return f"tokens and bias are {dtype} and {args.bias.dtype}"
-    if reason := _unfit(args, UNFUSED_OPS):
+    if reason := _unfit(args, UNFUSED_OPS, 1):
         return reason
     outer = sizes_of(args).outer
     if outer % COLUMNS:
@@ -75,24 +75,25 @@ def supports(args: NormGemmArgs) -> str | None:
 
 def supports_quantised(
     of_gemm: Callable[[QuantisedGemmArgs], str | None],  # ``supports`` of the GEMM alone
+    max_tokens: int,
     args: NormGemmArgs,
 ) -> str | None:
     """Why a kernel of quantised weights cannot run the call, or None."""
     if not isinstance(args.w, Quantised):
         return "the weights are not quantised"
-    return _unfit(args, UNFUSED_OPS_OF_QUANTISED) or of_gemm(args.gemm(args.norm.x))
+    return _unfit(args, UNFUSED_OPS_OF_QUANTISED, max_tokens) or of_gemm(args.gemm(args.norm.x))
 
 
-def _unfit(args: NormGemmArgs, unfused: tuple[str, ...]) -> str | None:
-    """Why no kernel can add and normalise the token, or None."""
+def _unfit(args: NormGemmArgs, unfused: tuple[str, ...], max_tokens: int) -> str | None:
+    """Why no kernel can add and normalise the tokens, or None."""
     x, partials, norms = args.norm.x, args.norm.partials, args.norm.weights
     if pinned := [name for name in unfused if args.pins.of(name)]:
         return f"{pinned[0]} is pinned"
     if reason := unfit_norms(x, norms):
         return reason
-    if x.shape[0] != 1:
-        return f"there are {x.shape[0]} tokens, not one"
-    if partials is None or partials.size > MAX_PARTIAL_COMPONENTS:
+    if not 1 <= x.shape[0] <= max_tokens:
+        return f"{x.shape[0]} tokens are not between 1 and {max_tokens}"
+    if partials is None or partials.size > MAX_PARTIAL_COMPONENTS * x.shape[0]:
         return f"there are no partials to add, or more than {MAX_PARTIAL_COMPONENTS} components"
     if x.shape[1] % (TILES * COLUMNS) or x.shape[1] > MAX_WIDTH:
         return f"{x.shape[1]} components are not a multiple of {TILES * COLUMNS} up to {MAX_WIDTH}"
@@ -102,7 +103,7 @@ def _unfit(args: NormGemmArgs, unfused: tuple[str, ...]) -> str | None:
 def result_shapes(args: NormGemmArgs) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """The shapes of the results of a call."""
     x, outer = args.norm.x, args.num_outputs
-    return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1, outer), x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((len(x), outer), x.dtype)
 
 
 def choose_config(sizes: NormGemmSizes) -> NormGemmConfig:

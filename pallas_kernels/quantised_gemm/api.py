@@ -61,7 +61,7 @@ OP = KernelOp(
         Impl("tiled_large", _large, platforms=("gpu",), supports=large_launch.supports),
         Impl(
             "mosaic_fp8",
-            _then_bias(_fp8_mosaic),
+            _fp8_mosaic,
             platforms=("gpu",),
             supports=fp8_launch.supports,
             ref=fp8_tokens.quantised_gemm,

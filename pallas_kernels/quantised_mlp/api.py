@@ -5,7 +5,14 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.harness.pins import without_pins
-from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.harness.registry import (
+    Impl,
+    KernelOp,
+    current_platform,
+    dispatch,
+    imported_when_called,
+    select,
+)
 from pallas_kernels.lib.arrangements import of_either_order
 from pallas_kernels.lib.numerics import sum_partials
 from pallas_kernels.quantised_gemm import xla
@@ -58,6 +65,12 @@ OP = KernelOp(
     tolerance={"float32": 1e-5, "bfloat16": 6e-2, "float16": 6e-2},
     observable=sum_partials,
 )
+
+
+def is_fused(args: MlpArgs) -> bool:
+    """True if the matmuls are not to be separate ops; else the norm may join the first one."""
+    pinned = args.pins.of("quantised_mlp")
+    return select(OP, current_platform(), (args,), {}, pinned).name != "unfused"
 
 
 def quantised_mlp(args: MlpArgs) -> jax.Array:  # [T, D]; with split possibly float32[S, T, D]

@@ -69,16 +69,24 @@ def nightly(num_tokens: int) -> Any:
 
 
 def arguments(
-    num_tokens: int, inner: int, outer: int, blocks: bool, swiglu: bool = False, split: bool = False
+    num_tokens: int,
+    inner: int,
+    outer: int,
+    blocks: bool,
+    swiglu: bool = False,
+    split: bool = False,
+    bias: bool = False,
 ) -> QuantisedGemmArgs:
-    """Tokens of different magnitudes, values and scales."""
+    """Tokens of different magnitudes, values and scales; the bias is as large as the results."""
     rng, rows = np.random.default_rng(num_tokens), outer * (1 + swiglu)
     x = rng.normal(size=(num_tokens, inner)) * rng.uniform(0.1, 3, (num_tokens, 1))
     values = rng.normal(size=(rows, inner)).astype(ml_dtypes.float8_e4m3fn)
     shape = (rows // tokens.GROUP, inner // tokens.GROUP) if blocks else (rows, 1)
     scales = rng.uniform(0.5, 1.5, shape) * inner**-0.5
     w = Quantised("fp8", jnp.asarray(values), jnp.asarray(scales, jnp.float32))
-    return QuantisedGemmArgs(x=jnp.asarray(x, jnp.bfloat16), w=w, swiglu=swiglu, split=split)
+    added = jnp.asarray(rng.normal(size=rows), jnp.bfloat16) if bias else None
+    x = jnp.asarray(x, jnp.bfloat16)
+    return QuantisedGemmArgs(x=x, w=w, bias=added, swiglu=swiglu, split=split)
 
 
 def problem(impl: Any, args: QuantisedGemmArgs) -> str | None:
@@ -98,6 +106,16 @@ def test_the_interpreter_agrees_with_the_definition(
 ) -> None:
     args = arguments(num_tokens, 512, 128, blocks, swiglu)
     assert FP8.refuses("gpu", (args,), {}) is None
+    found = problem(mosaic.quantised_gemm, args)
+    assert found is None, found
+
+
+@pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
+@pytest.mark.parametrize("num_tokens", [1, nightly(8), 64, nightly(200), 264])
+@pytest.mark.usefixtures("on_hopper", "interpreted")
+def test_the_kernels_add_the_bias(num_tokens: int, blocks: bool) -> None:
+    args = arguments(num_tokens, 512, 256, blocks, bias=True)
+    assert len(jax.make_jaxpr(FP8.fn)(args).eqns) == 1, "an addition follows the kernels"
     found = problem(mosaic.quantised_gemm, args)
     assert found is None, found
 
@@ -172,7 +190,7 @@ def test_a_token_is_the_same_alone_and_in_a_batch() -> None:
         np.testing.assert_array_equal(result, results[-1][: result.shape[0]])
 
 
-@pytest.mark.parametrize("shape", [(1, 512), (3, 640), (1024, 768)])
+@pytest.mark.parametrize("shape", [(1, 512), (3, 640), (96, 640), (1024, 768)])
 def test_tokens_are_quantised_as_defined(shape: tuple[int, int]) -> None:
     num_tokens, inner = shape
     x = arguments(num_tokens, inner, 64, ROWS).x.at[0, :128].set(0)

@@ -107,7 +107,7 @@ def test_programs_that_share_a_multiprocessor_fit_into_it(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        pytest.param({"tokens": 2}, "there are 2 tokens, not one", id="tokens"),
+        pytest.param({"tokens": 2}, "2 tokens are not between 1 and 1", id="tokens"),
         pytest.param({"partials": 0}, "there are no partials to add", id="no_parts"),
         pytest.param({"partials": 5, "inner": 4096}, "or more than 16384", id="partials"),
         pytest.param(

@@ -55,6 +55,9 @@ FP8 = [
     replace(QKV, name="fp8_in_bfloat16", form="fp8", group=0, partials=1, inner=512),
     replace(GATE_UP, name="fp8_gate_up", form="fp8", group=0, inner=1024),
     replace(GATE_UP, name="fp8_blocks", form="fp8_blocks"),
+    replace(QKV, name="fp8_of_16", form="fp8", group=0, tokens=16, bias=True),
+    replace(QKV, name="fp8_of_3_in_bfloat16", form="fp8", group=0, partials=1, inner=512, tokens=3),
+    replace(GATE_UP, name="fp8_blocks_of_72", form="fp8_blocks", tokens=72),
 ]
 OF_MODELS = [case for case in CASES if case.form and case.inner > 2048]
 TILED = [case for case in OF_MODELS if not case.name.count("fp8")]
@@ -140,7 +143,7 @@ def test_shared_memory_of_a_multiprocessor_suffices(case: NormGemmCase) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        pytest.param({"tokens": 2}, "there are 2 tokens, not one", id="tokens"),
+        pytest.param({"tokens": 2}, "2 tokens are not between 1 and 1", id="tokens"),
         pytest.param({"partials": 0}, "there are no partials to add", id="no_parts"),
         pytest.param({"inner": 640}, "640 components are not a multiple of 512", id="inner"),
         pytest.param({"form": None}, "the weights are not quantised", id="dense"),

@@ -10,6 +10,7 @@ Owns: ``FeedForward``. Parameters:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import flax.linen as nn
@@ -32,7 +33,7 @@ from jaxinfer.nn.linear import (
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.lib.activations import ACTIVATIONS
 from pallas_kernels.lib.quantised import Quantised
-from pallas_kernels.quantised_mlp.api import MlpArgs, quantised_mlp
+from pallas_kernels.quantised_mlp.api import MlpArgs, is_fused, quantised_mlp
 
 
 class FeedForward(nn.Module):
@@ -54,14 +55,14 @@ class FeedForward(nn.Module):
         swiglu = c.gated and (c.activation == "silu" or gelu) and not c.bias  # in one kernel
         swiglu = swiglu and c.gate_scale == c.out_scale == 1.0 and c.gate_cutoff is None
         swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
-        # for one token ``norm_gemm`` has a kernel
-        fused = swiglu and not ctx.uses("mlp_post") and len(stream.x) > 1 and c.norm is None
-        if fused and all(isinstance(one.matrix, Quantised) for one in (w, down)):
-            stream, h = normalised(stream, norm, ctx)
-            split = ctx.splits
-            args = MlpArgs(x=h, gate_up=w.matrix, down=down.matrix, split=split, pins=ctx.pins)
-            y = quantised_mlp(args)
-            return stream.x, ctx.addends(y) if summed else y
+        fusible = swiglu and not ctx.uses("mlp_post") and c.norm is None
+        if fusible and all(isinstance(one.matrix, Quantised) for one in (w, down)):
+            x, split = stream.x, ctx.splits
+            args = MlpArgs(x=x, gate_up=w.matrix, down=down.matrix, split=split, pins=ctx.pins)
+            if is_fused(args):
+                stream, h = normalised(stream, norm, ctx)
+                y = quantised_mlp(replace(args, x=h))
+                return stream.x, ctx.addends(y) if summed else y
         static = {"swiglu": swiglu, "gelu": swiglu and gelu}
         hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, **static)
         if c.activation == "xielu":

@@ -21,7 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.epilogues import swiglu, write_columns, write_rows
+from pallas_kernels.gemm.epilogues import (
+    load_bias,
+    plus_bias,
+    swiglu,
+    write_columns,
+    write_rows,
+)
 from pallas_kernels.gemm.pipeline import Ring, copy_steps, divide_roles, launch
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.gemm.tiles import SplitTile, split_tile
@@ -100,6 +106,7 @@ class _Gmem(NamedTuple):
     x_scales: Ref  # [K / GROUP, T or more]; None if the kernel quantises
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
+    bias: Ref  # [O], or None
     total: Ref = None  # the sum of a normed token
     out: Ref = None  # [T, O], or of this CTA's split
 
@@ -202,6 +209,18 @@ def _block_scales(
     ]
 
 
+def _row_scales(spec: _Spec, tile: SplitTile, gmem: _Gmem) -> list[jax.Array]:  # by half
+    """The scales of a warpgroup's rows; none where blocks have scales."""
+    if spec.sizes.blocks:
+        return []
+    firsts = [half * spec.sizes.outer + tile.output for half in range(spec.halves)]
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    return [
+        plgpu.load(gmem.w_scales.at[pl.ds(first, MMA_ROWS)], layout=layout, optimized=False)
+        for first in firsts
+    ]
+
+
 def _token_scales(spec: _Spec, scratch: Scratch, place: jax.Array, tokens: Any) -> jax.Array:
     """The tokens' scales of a group in shared memory, or the scale of the only token."""
     if spec.row_union:
@@ -268,6 +287,9 @@ def _compute_warpgroup(
         count //= spec.config.warpgroups
         row, tokens = 0, pl.ds(warpgroup * count, count)
     rows, tile = pl.ds(row, MMA_ROWS), tile._replace(output=tile.output + row)
+    outputs = pl.ds(tile.output, MMA_ROWS)
+    # Weights, so they are read before earlier kernels have ended, and no result waits for them.
+    row_scales, bias = _row_scales(spec, tile, gmem), load_bias(gmem.bias, outputs)
     if spec.norm is not None:
         _quantise_normed(spec.norm, tile.output == 0, gmem, scratch)
         plgpu.commit_smem()
@@ -277,13 +299,9 @@ def _compute_warpgroup(
         quantise(spec, tile, gmem.x, scratch)
         plgpu.commit_smem()
     sums = list(_matmul(spec, tile, rows, tokens, gmem, ring, scratch))
-    if not spec.sizes.blocks:
-        for half in range(spec.halves):
-            rows = gmem.w_scales.at[pl.ds(half * spec.sizes.outer + tile.output, MMA_ROWS)]
-            scales = plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            sums[half] = sums[half] * lax.broadcast_in_dim(scales, sums[half].shape, [0])
-    result = swiglu(*sums) if spec.sizes.swiglu else sums[0]
-    outputs = pl.ds(tile.output, MMA_ROWS)
+    for half, scales in enumerate(row_scales):
+        sums[half] = sums[half] * lax.broadcast_in_dim(scales, sums[half].shape, [0])
+    result = swiglu(*sums) if spec.sizes.swiglu else plus_bias(sums[0], bias)
     if spec.sizes.tokens >= MMA_TOKENS:
         return write_columns(out, tokens, outputs, result)
     write_rows(out, spec.sizes.tokens, outputs, result)
@@ -330,23 +348,28 @@ def launch_with(
     x_scales: jax.Array | None,  # float32[K / GROUP, T or more]
     w: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
     w_scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]
+    bias: jax.Array | None = None,  # [O]
 ) -> jax.Array:  # [T, O], or float32[S, T, O]
     """GEMM of a few tokens. Raises ValueError when the configuration does not fit the call."""
     if not config.fits(sizes) or config.quantises != (x_scales is None):
         raise ValueError(f"{config} does not fit {sizes}")
     if x_scales is None:
         x = x.reshape(sizes.tokens, sizes.groups, GROUP)
-    _, out = _launch(_Spec(sizes, config), x, x_scales, w, w_scales)
+    _, out = _launch(_Spec(sizes, config), x, x_scales, w, w_scales, bias)
     return out
 
 
 def launch_normed(
-    config: DecodeConfig, sizes: Fp8Sizes, norm: NormArgs, w: Quantised
+    config: DecodeConfig,
+    sizes: Fp8Sizes,
+    norm: NormArgs,
+    w: Quantised,
+    bias: jax.Array | None,  # [O]
 ) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
     """The sum of a token and its partials, and the GEMM of its norm; ``config`` quantises."""
     spec = _Spec(sizes, config, token.Norm(norm.row, norm.eps))
     arrays, total_type = token.norm_arrays(norm, GROUP)
-    total, out = _launch(spec, arrays, None, w.values, w.scales, total_type)
+    total, out = _launch(spec, arrays, None, w.values, w.scales, bias, total_type)
     return total.reshape(norm.x.shape), out
 
 
@@ -356,6 +379,7 @@ def _launch(
     x_scales: jax.Array | None,
     w: jax.Array,
     w_scales: jax.Array,
+    bias: jax.Array | None,
     total_type: jax.ShapeDtypeStruct | None = None,
 ) -> Any:
     """Run the kernel; returns the sum of a normed token, or None, and the result."""
@@ -363,7 +387,7 @@ def _launch(
     return launch(
         "fp8_decode_gemm",
         partial(_kernel, spec),
-        _Gmem(x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1)),
+        _Gmem(x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1), bias),
         out_type=(total_type, result_shape(sizes, config.split_k)),
         scratch=_scratch_types(spec),
         # adjacent CTAs, adjacent outputs

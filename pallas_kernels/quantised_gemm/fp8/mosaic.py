@@ -32,17 +32,23 @@ def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O], or float32[
     """See ``quantised_gemm.api`` and ``fp8.tokens``, which defines the result."""
     sizes, w = sizes_of(args), _with_float32(args.w)
     if decodes(sizes) and (config := decode_config(sizes)).quantises:
-        return decode.launch_with(config, sizes, args.x, None, w.values, w.scales)
-    return gemm_of_quantised(*quantise.quantised_tokens(args.x), w, sizes=sizes)
+        return decode.launch_with(config, sizes, args.x, None, w.values, w.scales, args.bias)
+    return gemm_of_quantised(*quantise.quantised_tokens(args.x), w, args.bias, sizes=sizes)
 
 
 @jax.jit  # one trace for all layers
-def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
-    """See ``norm_gemm.api``; the normed token is quantised as ``fp8.tokens`` defines it."""
+def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:  # [T, K], [T, O]
+    """See ``norm_gemm.api``; normed tokens are quantised as ``fp8.tokens`` defines it.
+
+    The GEMM adds and normalises one token itself. Several are quantised by the norm's kernel.
+    """
     gemm = args.gemm(args.norm.x)
-    sizes = sizes_of(gemm)
-    config = decode_config(sizes, quantises=True)
-    return decode.launch_normed(config, sizes, args.norm, _with_float32(gemm.w))
+    sizes, w = sizes_of(gemm), _with_float32(gemm.w)
+    if sizes.tokens == 1:
+        config = decode_config(sizes, quantises=True)
+        return decode.launch_normed(config, sizes, args.norm, w, gemm.bias)
+    total, *x = quantise.normed_tokens(args.norm)
+    return total, gemm_of_quantised(*x, w, gemm.bias, sizes=sizes)
 
 
 @jax.jit  # one trace for all layers
@@ -64,11 +70,12 @@ def gemm_of_quantised(
     x: jax.Array,  # e4m3[T, K]
     x_scales: jax.Array,  # float32[K / 128, T or more]
     w: Quantised,
+    bias: jax.Array | None = None,  # [O]
     *,
     sizes: Fp8Sizes,
 ) -> jax.Array:  # [T, O] in the dtype of ``sizes``, or float32[S, T, O]
     """``quantised_gemm`` of tokens that are quantised already."""
-    arrays = (x, x_scales, w.values, w.scales)
+    arrays = (x, x_scales, w.values, w.scales, bias)
     if decodes(sizes):
         return decode.launch_with(decode_config(sizes, quantises=False), sizes, *arrays)
     return prompt.launch_with(prompt_config(sizes), sizes, *arrays)

@@ -97,6 +97,7 @@ class _Gmem(NamedTuple):
     x_scales: Ref  # [K / GROUP, T or more]
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
+    bias: Ref  # [O], or None
     out: Ref = None  # [T, O]
     out_scales: Ref = None  # [O / GROUP, padded_tokens] if results are quantised
 
@@ -186,18 +187,24 @@ def _matmul(
     return lax.fori_loop(0, spec.sizes.groups, step_body, first)[0]
 
 
-def _with_row_scales(
-    spec: _Spec, tile: Tile, gmem: _Gmem, sums: tuple[jax.Array, ...]
-) -> list[jax.Array]:
-    """The sums times the scales of rows, if rows have scales."""
-    if spec.sizes.blocks:
-        return list(sums)
-    scaled, layout = list[jax.Array](), plgpu.Layout.WGMMA.reduce(0)
+def _of_outputs(values: Ref, outputs: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A slice of one value for each output, in float32 and for each of a result's tokens."""
+    layout = plgpu.Layout.WGMMA.reduce(0)
+    loaded = plgpu.load(values.at[outputs], layout=layout, optimized=False)
+    return lax.broadcast_in_dim(loaded.astype(jnp.float32), shape, [1])
+
+
+def _scaled(spec: _Spec, tile: Tile, gmem: _Gmem, sums: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """The sums times the scales of rows, if rows have scales, plus the bias, if there is one."""
+    found = list[jax.Array]()
     for piece, total in enumerate(sums):
         rows = pl.ds(tile.output + piece * spec.piece_stride, spec.width)
-        scales = plgpu.load(gmem.w_scales.at[rows], layout=layout, optimized=False)
-        scaled.append(total * lax.broadcast_in_dim(scales, total.shape, [1]))
-    return scaled
+        if not spec.sizes.blocks:
+            total = total * _of_outputs(gmem.w_scales, rows, total.shape)
+        if gmem.bias is not None:
+            total = total + _of_outputs(gmem.bias, rows, total.shape)
+        found.append(total)
+    return found
 
 
 def _compute_warpgroup(
@@ -210,7 +217,7 @@ def _compute_warpgroup(
     def _tile_body(i: jax.Array) -> None:
         tile = _tile(spec, i)
         sums = _matmul(spec, tile, warpgroup, gmem, ring, scratch)
-        results = _with_row_scales(spec, tile, gmem, sums)
+        results = _scaled(spec, tile, gmem, sums)
         if spec.sizes.swiglu:
             results = [swiglu_of_many(*results)]
         # TMA does not write rows past the end; ``out_scales`` has them.
@@ -267,6 +274,7 @@ def launch_with(
     x_scales: jax.Array,  # float32[K / GROUP, T or more]
     w: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
     w_scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]
+    bias: jax.Array | None = None,  # [O]; not with swiglu
     *,
     quantised: bool = False,
 ) -> Any:  # [T, O], or with ``quantised`` e4m3[T, O] and float32[O / GROUP, padded T]
@@ -279,7 +287,7 @@ def launch_with(
     results = launch(
         "fp8_prompt_gemm",
         partial(_kernel, spec),
-        _Gmem(x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1)),
+        _Gmem(x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1), bias),
         out_type=(values, out_scales) if quantised else (out, None),
         scratch=_scratch_types(spec),
         grid={"cluster": spec.grid.clusters},
