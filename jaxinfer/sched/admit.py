@@ -89,14 +89,19 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     num_pages = _num_reusable_pages(seq, limits)
     # without a window, a prefix needs its first pages; the keys of group 0 are plain hashes
     chained = limits.groups[0] == PageGroup(pool=limits.groups[0].pool)
-    if num_pages <= len(known) or (chained and known and not draft.knows(known[-1])):
+    on_device, in_tiers = draft.pages[0].page_by_hash, draft.moves.keys
+
+    def ends(page_hash: bytes) -> bool:
+        return chained and page_hash not in on_device and page_hash not in in_tiers
+
+    if num_pages <= len(known) or (known and ends(known[-1])):
         return seq
     page_hashes = list(known)
     for page_hash in following_page_hashes(
         known, seq.request.cache_root, seq.token_ids, num_pages, limits.page_size
     ):
         page_hashes.append(page_hash)
-        if chained and not draft.knows(page_hash):
+        if ends(page_hash):
             break
     return msgspec.structs.replace(seq, page_hashes=tuple(page_hashes))
 

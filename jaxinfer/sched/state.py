@@ -337,14 +337,9 @@ class Draft:
         return plan
 
     def _open_pools(self, pools: Iterable[PagePool]) -> None:
-        has_tiers = self.tiers is not None
-        self.pools = [PageWriter(pool, self.num_live_pages, has_tiers=has_tiers) for pool in pools]
+        self.pools = [PageWriter(pool, self.num_live_pages) for pool in pools]
         # the writer of each group's pool
         self.pages = [self.pools[group.pool] for group in self.limits.groups]
-
-    def knows(self, page_hash: bytes) -> bool:
-        """True if a page of group 0 with this hash is on the device, or in a tier."""
-        return self.pages[0].has(page_hash) or page_hash in self.moves.keys
 
     @property
     def has_row_for_snapshot(self) -> bool:

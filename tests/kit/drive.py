@@ -173,11 +173,11 @@ class Drive:
         for index, changes, pool in pools:
             if any(isinstance(event, Reset) for event in events):
                 index.clear()
-            for key, page, is_added in changes:
-                if is_added:
-                    assert index.setdefault(key, page) == page
+            for change in changes:
+                if change.is_added:
+                    assert index.setdefault(change.key, change.page) == change.page
                 else:
-                    assert index.pop(key) == page
+                    assert index.pop(change.key) == change.page
             assert index == dict(pool.page_by_hash)
 
     def tick(self, *events: Event) -> ScheduleOutput:
