@@ -89,14 +89,9 @@ def new_pool(num_pages: int) -> PagePool:
 
 
 class IndexChange(msgspec.Struct, frozen=True, gc=False):
-    """A page that was registered with a key in the prefix index, or evicted from it.
+    """Pages that were registered with their keys in the prefix index, or evicted from it."""
 
-    It is not tracked for garbage collection: the 1,024 changes of a prompt of 16,384 tokens began
-    collections that took longer than the eviction.
-    """
-
-    key: bytes
-    page: int
+    units: Items[TierUnit]  # in order
     is_added: bool
 
 
@@ -199,11 +194,14 @@ class PageWriter:
     def register(self, pages: Items[int], page_hashes: Items[bytes]) -> None:
         """Set the hashes of live unshared pages; a hash that another page has is skipped."""
         page_by_hash, hash_by_page = self._page_by_hash.mutate(), self._hash_by_page.mutate()
+        added: list[TierUnit] = []
         for page, page_hash in zip(pages, page_hashes, strict=True):
             if page_hash not in page_by_hash:
                 page_by_hash[page_hash] = page
                 hash_by_page[page] = page_hash
-                self.index_changes.append(IndexChange(page_hash, page, True))
+                added.append(TierUnit(page_hash, page))
+        if added:
+            self.index_changes.append(IndexChange(added, True))
         self._page_by_hash, self._hash_by_page = page_by_hash.finish(), hash_by_page.finish()
 
     def units(self, pages: Items[int]) -> list[TierUnit]:
@@ -256,10 +254,10 @@ class PageWriter:
         self._offered_head = max(self._offered_head, self._cached_head)
         self._num_cached -= count
         page_by_hash, hash_by_page = self._page_by_hash.mutate(), self._hash_by_page.mutate()
-        for page in pages:
-            page_hash = hash_by_page.pop(page)
-            del page_by_hash[page_hash]
-            self.index_changes.append(IndexChange(page_hash, page, False))
+        removed = list(map(TierUnit, map(hash_by_page.pop, pages), pages))
+        for unit in removed:
+            del page_by_hash[unit.key]
+        self.index_changes.append(IndexChange(removed, False))
         self._page_by_hash, self._hash_by_page = page_by_hash.finish(), hash_by_page.finish()
         return pages
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from itertools import chain
 
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv
@@ -67,8 +68,8 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
     # as each was evicted
     evicted = {(i, unit.place): unit for i, unit in moves.evicted}
     for i, pool in enumerate(draft.pools):
-        removed = (change for change in pool.index_changes if not change.is_added)
-        lost = moves.unknown(TierUnit(change.key, change.page) for change in removed)
+        removed = (change.units for change in pool.index_changes if not change.is_added)
+        lost = moves.unknown(chain.from_iterable(removed))
         evicted |= {(i, unit.place): unit for unit in lost}
 
     def save_evicted(places: Iterable[tuple[int, int]]) -> None:

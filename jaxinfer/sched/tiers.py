@@ -182,5 +182,9 @@ def commit_load(draft: Draft, event: Loaded) -> None:
         num_cached = own.end
         draft.num_restored_tokens += own.end - own.known
     draft.running[seq.request_id] = replace(
-        seq, reads=reads, num_cached_tokens=num_cached, restoring=None
+        seq,
+        reads=reads,
+        num_registered_pages=own.end // draft.limits.page_size,
+        num_cached_tokens=num_cached,
+        restoring=None,
     )

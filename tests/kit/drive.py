@@ -174,10 +174,11 @@ class Drive:
             if any(isinstance(event, Reset) for event in events):
                 index.clear()
             for change in changes:
-                if change.is_added:
-                    assert index.setdefault(change.key, change.page) == change.page
-                else:
-                    assert index.pop(change.key) == change.page
+                for key, page in ((unit.key, unit.place) for unit in change.units):
+                    if change.is_added:
+                        assert index.setdefault(key, page) == page
+                    else:
+                        assert index.pop(key) == page
             assert index == dict(pool.page_by_hash)
 
     def tick(self, *events: Event) -> ScheduleOutput:

@@ -34,6 +34,7 @@ from jaxinfer.engine.link.wire import (
     FromEngine,
     Planned,
     Ready,
+    Submission,
     ToEngine,
 )
 from jaxinfer.engine.start.progress import LOGGER, logged_progress
@@ -152,6 +153,8 @@ class EngineChild:
                 if isinstance(message, Build):
                     self._build_message.set_result(message)
                 elif self._engine is not None:
+                    if isinstance(message, Submission):
+                        message = message.unpacked()
                     with suppress(EngineError):  # it has ended: the last message has the reason
                         self._engine.send(message)
         finally:
