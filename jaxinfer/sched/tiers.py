@@ -51,7 +51,8 @@ class TieredPages(NamedTuple):
     def lookup(self, page_hashes: Items[bytes]) -> list[int]:
         """The pages of these keys, ``IN_TIER`` for those of tiers, up to the first unknown key."""
         found: list[int] = []
-        for key, page in zip(page_hashes, map(self.pool.page_by_hash.get, page_hashes)):
+        pages = map(self.pool.page_by_hash.get, page_hashes)
+        for key, page in zip(page_hashes, pages, strict=True):
             if page is None and key not in self.keys:
                 break
             found.append(IN_TIER if page is None else page)
