@@ -47,7 +47,7 @@ from jaxinfer.core.step import (
 )
 from jaxinfer.core.tiers import NO_ORDERS, Loaded, Saved, TierChanged
 from jaxinfer.sched.admit import arrive
-from jaxinfer.sched.choose import choose_step
+from jaxinfer.sched.choose import choose_step, restore_postponed
 from jaxinfer.sched.commit import commit_step, fail_step
 from jaxinfer.sched.saves import save_units
 from jaxinfer.sched.state import Draft, ScheduleOutput, SchedulerState, initial_state
@@ -85,13 +85,17 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
                 draft.moves.end_saves(event.count)
             case Loaded():
                 commit_load(draft, event)
-            case Hold():
+            case Hold(restores):
                 plans = False
+                if restores:
+                    restore_postponed(draft)
     orders, policy = NO_ORDERS, draft.tiers
     step = choose_step(draft) if plans else None
     if policy is not None:
         save_units(draft, policy, step)
         orders = draft.moves.orders
     changes = tuple([pool.index_changes for pool in draft.pools])
-    output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates), changes, orders)
+    output = ScheduleOutput(
+        step, tuple(draft.events), tuple(draft.duplicates), changes, orders, draft.postponed
+    )
     return draft.finish(), output
