@@ -105,7 +105,7 @@ def initial_state(
         pools=new_pools(limits),
         num_live_pages=(0,) * len(limits.groups),
         snapshots=new_snapshots(limits.num_snapshots),
-        tiers=tiers and tiers.in_pools(group.pool for group in limits.groups),
+        tiers=tiers,
     )
 
 

@@ -117,7 +117,7 @@ def served(
     if make is None:
         return Served(engine_of(executor, program.limits), executor)
     mover = mover_of(program, executor)
-    policy = replace(policy_of(mover.forms, cost, offloads=offloads), ahead=ahead)
+    policy = replace(policy_of(mover.forms, program.limits, cost, offloads=offloads), ahead=ahead)
     tiers = TierRunner(mover, make(mover.forms), policy)
     limits = replace(program.limits, max_num_batched_tokens=chunk)
     limits = replace(  # executables are for more pages than the scheduler uses

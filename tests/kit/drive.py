@@ -121,7 +121,7 @@ class Drive:
         self.tiers: TierRunner | None = None
         if self.connector is not None:
             mover = FakeMover(self.limits, lambda: self.executor, self.num_looks)
-            policy = policy_of(mover.forms, self.cost, offloads=self.offloads)
+            policy = policy_of(mover.forms, self.limits, self.cost, offloads=self.offloads)
             policy = msgspec.structs.replace(
                 policy,
                 most_save_bytes=self.most_save_bytes,

@@ -379,7 +379,7 @@ def test_a_page_that_a_tier_has_lost_is_saved_again_when_it_is_evicted() -> None
 
 
 def test_bytes_of_the_pages_of_pools() -> None:
-    assert TierPolicy(unit_bytes=(3, 5, 3)).in_pools((1, 0, 1)).pool_bytes == (5, 3)
+    assert TierPolicy(unit_bytes=(3, 5, 3), unit_pools=(1, 0, 1)).pool_bytes == (5, 3)
 
 
 def test_loads_add_no_steps_to_the_bound() -> None:

@@ -116,7 +116,7 @@ class DeviceMover:
         hosts, sizes = memory_of(part.contents)
         order = hosts.argsort()
         devices = block.address + self.pools.form(part.pool).num_bytes * np.arange(len(order))
-        block.rows = self._rows(part.pool, np.array(part.places)[order])
+        block.rows = self._rows(part.pool, [part.places[i] for i in order.tolist()])
         block.event = self._loads.to_device(merged(devices, hosts[order], sizes[order]))
         block.is_taken = True
         return block
@@ -126,7 +126,7 @@ class DeviceMover:
         block.reader = self._calls.unpack(part.pool, block.rows, block.array)
         block.is_taken = False
 
-    def _rows(self, pool: int | None, places: Sequence[int] | np.ndarray) -> np.ndarray:
+    def _rows(self, pool: int | None, places: Sequence[int]) -> np.ndarray:
         """The rows of a call: see ``UnitCalls``."""
         rows = self.pools.rows(pool, places, self.widths[pool])
         return np.concatenate([np.asarray([len(places)], np.int32), rows])
