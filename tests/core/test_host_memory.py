@@ -12,6 +12,10 @@ import pytest
 from jaxinfer.core import host_memory
 from jaxinfer.core.host_memory import (
     NEVER,
+    YOUNG_OBJECTS,
+    collect_seldom,
+    YOUNG_OBJECTS,
+    collect_seldom,
     full_collections_deferred,
     gc_paused,
     release_library_pages,
@@ -49,6 +53,18 @@ def test_overlapping_deferrals_of_full_collections_restore_the_threshold() -> No
 HEAP_PROGRAM = """
 from pathlib import Path
 from jaxinfer.core.host_memory import release_free_heap
+
+def test_objects_of_the_start_are_not_scanned_and_new_ones_seldom() -> None:
+    before, made = gc.get_threshold(), [[number] for number in range(1000)]
+    count = gc.get_freeze_count()
+    try:
+        collect_seldom()
+        assert gc.get_freeze_count() >= count + len(made)
+        assert gc.get_threshold() == (YOUNG_OBJECTS, *before[1:]) and before[0] < YOUNG_OBJECTS
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

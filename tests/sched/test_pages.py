@@ -72,6 +72,18 @@ def test_pages_that_are_taken_without_having_been_offered(num_offered: int) -> N
         assert units == [TierUnit(bytes([page]), page) for page in unsaved]
 
 
+def test_eviction_passes_many_stale_entries() -> None:
+    """There are more of them than it looks at together."""
+    writer = PageWriter(cached_pool(tuple(range(1, 151)), num_pages=151), [0])
+    writer.share([*range(1, 101)])
+    writer.release(array(*range(1, 101)))
+    order = [*range(150, 100, -1), *range(100, 0, -1)]
+    assert [unit.place for unit in writer.offer(99, 60)] == order[:60]
+    assert writer.take(40) + writer.take(110) == order
+    assert [len(change.units) for change in writer.index_changes] == [40, 110]
+    assert not writer.has(bytes([1])) and not writer.num_free
+
+
 def test_lookup_stops_at_the_first_gap() -> None:
     writer = PageWriter(cached_pool((1, 2, 3)), [0])
     assert writer.lookup([b"\1", b"\2", b"?", b"\3"]) == [1, 2]
