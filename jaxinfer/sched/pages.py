@@ -40,7 +40,7 @@ type IntArray = np.ndarray[Any, np.dtype[np.int32]]
 type GroupWriters = Items[PageWriter]  # of each group's pool
 
 NO_STAMP = -1
-LEAST_LOOKS = 64  # at entries of the cached log at once, of which some may be stale
+LEAST_LOOKS = 16  # at entries of the cached log at once, of which some may be stale
 
 
 class PagePool(msgspec.Struct, frozen=True):
@@ -249,8 +249,7 @@ class PageWriter:
     def _evict(self, count: int) -> list[int]:
         """Remove the ``count`` cached pages that were released longest ago from the index."""
         pages, self._cached_head = self._next_cached(self._cached_head, count)
-        offered = self._stamps[pages] < self._offered_head
-        self._num_offered -= int(np.count_nonzero(offered))
+        self._num_offered -= min(count, self._num_offered)  # these are the first in the log
         self._offered_head = max(self._offered_head, self._cached_head)
         self._num_cached -= count
         page_by_hash, hash_by_page = self._page_by_hash.mutate(), self._hash_by_page.mutate()
@@ -268,11 +267,12 @@ class PageWriter:
         log, pages = self._cached.array(), list[int]()
         while len(pages) < count and position < len(log):
             looked = log[position:][: max(count, LEAST_LOOKS)]
-            positions = np.arange(position, position + len(looked))
-            # other entries are stale: their page was shared again
-            valid = positions[self._stamps[looked] == positions][: count - len(pages)]
-            pages += log[valid].tolist()
-            position = int(valid[-1]) + 1 if len(pages) == count else int(positions[-1]) + 1
+            for page, stamp in zip(looked.tolist(), self._stamps[looked].tolist(), strict=True):
+                if len(pages) == count:
+                    break
+                if stamp == position:  # else a stale entry: the page was shared again
+                    pages.append(page)
+                position += 1
         return pages, position
 
     def _compact(self) -> None:
