@@ -12,10 +12,6 @@ import pytest
 from jaxinfer.core import host_memory
 from jaxinfer.core.host_memory import (
     NEVER,
-    YOUNG_OBJECTS,
-    collect_seldom,
-    YOUNG_OBJECTS,
-    collect_seldom,
     full_collections_deferred,
     gc_paused,
     release_library_pages,
