@@ -25,6 +25,7 @@ from jaxinfer.bench.results import TIERS
 from jaxinfer.bench.serve import conclude
 from jaxinfer.bench.workload import RandomLengths, random_queries
 from jaxinfer.core.errors import BenchError
+from jaxinfer.core.host_memory import collect_seldom
 from jaxinfer.engine.api.vllm_args import RENAMED
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ async def _measure(
         while llm.stats().tiers.host_size < LOCKED * given.kv_offloading_size * 2**30:
             await asyncio.sleep(0.2)
         link = await asyncio.to_thread(link_bytes_per_second, llm)
+        collect_seldom()  # as the server's engine does
         client = Client(llm, given.seed, given.pause)
         for _ in range(2):  # each kind of step runs, and the pool is full
             await client.first_token(client.prompt(longest))

@@ -8,6 +8,7 @@ behind it unless that is 0. So a key names a group, and the salt and weights tha
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import msgspec
 
@@ -114,11 +115,12 @@ class SaveAhead(msgspec.Struct, frozen=True):
     beside_decodes: bool = True
 
 
-class TierPolicy(msgspec.Struct, frozen=True):
+class TierPolicy(msgspec.Struct, frozen=True, dict=True):  # a dict for cached properties
     """The scheduler's settings of tiers; a constant of an engine."""
 
     cost: CostModel = CostModel()
     unit_bytes: tuple[int, ...] = ()  # of a page of each group
+    unit_pools: tuple[int, ...] = ()  # the pool of each group's pages
     state_bytes: int = 0  # of a saved state
     # of one call of the scheduler, besides offloads and what its step and loads overwrite
     most_save_bytes: int = 1 << 62
@@ -128,12 +130,12 @@ class TierPolicy(msgspec.Struct, frozen=True):
     # whether all units of a preempted sequence are saved before their places are returned, and
     # restored whatever that costs (preemption "offload")
     offloads: bool = False
-    pool_bytes: tuple[int, ...] = ()  # of a page of each pool: see ``in_pools``
 
-    def in_pools(self, pools: Iterable[int]) -> TierPolicy:
-        """The policy with ``pool_bytes``; ``pools``: that of each group."""
-        sizes = dict(zip(pools, self.unit_bytes, strict=True))
-        return msgspec.structs.replace(self, pool_bytes=tuple(sizes[i] for i in sorted(sizes)))
+    @cached_property
+    def pool_bytes(self) -> tuple[int, ...]:
+        """The bytes of a page of each pool."""
+        sizes = dict(zip(self.unit_pools, self.unit_bytes, strict=True))
+        return tuple(sizes[pool] for pool in sorted(sizes))
 
     def num_bytes(self, keys: Iterable[bytes]) -> int:
         """The bytes of the units with these keys."""

@@ -89,38 +89,50 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     num_pages = _num_reusable_pages(seq, limits)
     # without a window, a prefix needs its first pages; the keys of group 0 are plain hashes
     chained = limits.groups[0] == PageGroup(pool=limits.groups[0].pool)
-    if num_pages <= len(known) or (chained and known and not draft.knows(known[-1])):
+    on_device, in_tiers = draft.pages[0].page_by_hash, draft.moves.keys
+
+    def ends(page_hash: bytes) -> bool:
+        return chained and page_hash not in on_device and page_hash not in in_tiers
+
+    if num_pages <= len(known) or (known and ends(known[-1])):
         return seq
     page_hashes = list(known)
     for page_hash in following_page_hashes(
         known, seq.request.cache_root, seq.token_ids, num_pages, limits.page_size
     ):
         page_hashes.append(page_hash)
-        if chained and not draft.knows(page_hash):
+        if ends(page_hash):
             break
     return msgspec.structs.replace(seq, page_hashes=tuple(page_hashes))
 
 
-def admit(draft: Draft, seq: Sequence, max_chunk: int) -> Sequence | None:
-    """``seq``, the head of the queue, with a slot and its pages; None while it must wait.
+def admit(draft: Draft, seq: Sequence, max_chunk: int, *, postpones: bool = False) -> Sequence:
+    """``seq``, the head of the queue, with a slot and its pages; without while it must wait.
 
     ``max_chunk``: the tokens of its first chunk, at most. The caller moves it to running
     (``Draft.start``). If no sequence runs, every page is free and the head is always admitted.
+
+    ``postpones``: it gets no slot if it restores a prefix, but once only: to evict the pages of
+    16,384 tokens and to order the load takes longer than a decode step of Qwen3-4B, for which other
+    sequences would wait. It is admitted when this call's step has been launched.
     """
     limits = draft.limits
     if not draft.free_slots:
-        return None
+        return seq
     reusable = seq.page_hashes[: _num_reusable_pages(seq, limits)]
     hit = longest_hit(draft.pages, draft.snapshots, reusable, limits)
     if not chunk_tokens(len(seq.token_ids) - hit.num_pages * limits.page_size, max_chunk, limits):
-        return None
+        return seq
     if found := continued_in_tiers(draft, seq, reusable, hit):
+        if postpones and not seq.is_postponed:
+            draft.postponed = True
+            return msgspec.structs.replace(seq, is_postponed=True)
         if not _takes_pages(draft, seq, found.hit):
-            return None
+            return seq
         if admitted := _restoring(draft, seq, reusable, hit, found):
             return admitted
     if not _takes_pages(draft, seq, hit):
-        return None
+        return seq
     num_cached_tokens = hit.num_pages * limits.page_size
     reads: int | None = None
     if limits.num_snapshots and hit.num_pages:

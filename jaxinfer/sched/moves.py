@@ -42,20 +42,25 @@ class Moves:
         self.dropped: list[int] = []
 
     def save(self, units: Iterable[TierUnit]) -> list[TierUnit]:
-        """Save these units, but those that a tier ``knows``; returns those that are saved."""
-        added = [unit for unit in units if not self.knows(unit.key)]
+        """Save the ``unknown`` ones of these units; returns them."""
+        added = self.unknown(units)
         self.saves += added
         return added
 
     def offload(self, units: Iterable[TierUnit]) -> None:
         """Save these units of a preempted sequence, but those that a tier has, however many."""
-        self.offloads.update((unit.key, unit) for unit in units if not self.knows(unit.key))
+        self.offloads.update((unit.key, unit) for unit in self.unknown(units))
 
-    def knows(self, key: bytes) -> bool:
-        """True if a tier has this unit, or a save of it is in flight."""
+    def unknown(self, units: Iterable[TierUnit]) -> list[TierUnit]:
+        """Those of the units that no tier has, and of which no save is in flight."""
         if self._in_flight is None:
             self._in_flight = {key for keys in self.saving for key in keys}
-        return key in self.keys or key in self._in_flight or key in self.offloads
+        keys, in_flight, offloads = self.keys, self._in_flight, self.offloads
+        return [
+            unit
+            for unit in units
+            if unit.key not in keys and unit.key not in in_flight and unit.key not in offloads
+        ]
 
     def end_saves(self, count: int) -> None:
         """The saves of so many calls have ended."""

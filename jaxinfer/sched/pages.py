@@ -22,7 +22,7 @@ later step, and the device runs steps in order.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ type IntArray = np.ndarray[Any, np.dtype[np.int32]]
 type GroupWriters = Items[PageWriter]  # of each group's pool
 
 NO_STAMP = -1
+LEAST_LOOKS = 16  # at entries of the cached log at once, of which some may be stale
 
 
 class PagePool(msgspec.Struct, frozen=True):
@@ -87,11 +88,10 @@ def new_pool(num_pages: int) -> PagePool:
     )
 
 
-class IndexChange(NamedTuple):
-    """A page that was registered with a key in the prefix index, or evicted from it."""
+class IndexChange(msgspec.Struct, frozen=True, gc=False):
+    """Pages that were registered with their keys in the prefix index, or evicted from it."""
 
-    key: bytes
-    page: int
+    units: Items[TierUnit]  # in order
     is_added: bool
 
 
@@ -101,10 +101,8 @@ class PageWriter:
     ``num_live`` are the live pages of each group, which the writers of all pools count.
     """
 
-    def __init__(self, pool: PagePool, num_live: list[int], *, has_tiers: bool = False) -> None:
+    def __init__(self, pool: PagePool, num_live: list[int]) -> None:
         self.index_changes: list[IndexChange] = []  # in order
-        self.evicted: list[TierUnit] = []  # with tiers, in order
-        self._has_tiers = has_tiers
         self._pool = pool
         self._fresh = pool.fresh
         self._fresh_head = pool.fresh_head
@@ -124,19 +122,19 @@ class PageWriter:
         """Pages that ``take`` can return."""
         return len(self._fresh) - self._fresh_head + self._num_cached
 
+    @property
+    def page_by_hash(self) -> Map[bytes, int]:
+        """The registered pages."""
+        return self._page_by_hash
+
     def has(self, page_hash: bytes) -> bool:
         """True if a page is registered with this hash."""
         return page_hash in self._page_by_hash
 
-    def page_of(self, page_hash: bytes) -> int | None:
-        """The page that is registered with this hash."""
-        return self._page_by_hash.get(page_hash)
-
     def lookup(self, page_hashes: Items[bytes]) -> list[int]:
         """The pages of ``page_hashes``, up to the first one that is not registered."""
         pages: list[int] = []
-        for page_hash in page_hashes:
-            page = self._page_by_hash.get(page_hash)
+        for page in map(self._page_by_hash.get, page_hashes):
             if page is None:
                 break
             pages.append(page)
@@ -182,7 +180,7 @@ class PageWriter:
         self._num_live[group] -= len(pages)
         free = pages[::-1]
         if self._hash_by_page:  # none has a hash without prefix caching
-            known = (page in self._hash_by_page for page in free.tolist())
+            known = map(self._hash_by_page.__contains__, free.tolist())
             hashed = np.fromiter(known, np.bool_, len(free))
             free, cached = free[~hashed], free[hashed]
             if len(cached):
@@ -196,11 +194,14 @@ class PageWriter:
     def register(self, pages: Items[int], page_hashes: Items[bytes]) -> None:
         """Set the hashes of live unshared pages; a hash that another page has is skipped."""
         page_by_hash, hash_by_page = self._page_by_hash.mutate(), self._hash_by_page.mutate()
+        added: list[TierUnit] = []
         for page, page_hash in zip(pages, page_hashes, strict=True):
             if page_hash not in page_by_hash:
                 page_by_hash[page_hash] = page
                 hash_by_page[page] = page_hash
-                self.index_changes.append(IndexChange(page_hash, page, True))
+                added.append(TierUnit(page_hash, page))
+        if added:
+            self.index_changes.append(IndexChange(added, True))
         self._page_by_hash, self._hash_by_page = page_by_hash.finish(), hash_by_page.finish()
 
     def units(self, pages: Items[int]) -> list[TierUnit]:
@@ -214,31 +215,20 @@ class PageWriter:
         There are none if ``least`` pages are fresh or have been offered: these can be taken, and no
         prefix is lost that a tier does not have.
         """
-        found: list[TierUnit] = []
-        log, position = self._cached.array(), max(self._offered_head, self._cached_head)
-        num_fresh, end = len(self._fresh) - self._fresh_head, len(self._cached)
-        while position < end and len(found) < most and num_fresh + self._num_offered < least:
-            page = int(log[position])
-            if self._stamps[page] == position:
-                found.append(TierUnit(self._hash_by_page[page], page))
-                self._num_offered += 1
-            position += 1
-        self._offered_head = position
-        return found
+        count = least - (len(self._fresh) - self._fresh_head) - self._num_offered
+        first = max(self._offered_head, self._cached_head)
+        pages, self._offered_head = self._next_cached(first, min(count, most))
+        self._num_offered += len(pages)
+        return self.units(pages)
 
-    def next_unsaved(self, count: int) -> tuple[list[int], list[bytes]]:
-        """The fresh pages among those that ``take(count)`` returns, and the keys of those that it
-        evicts before they were offered.
+    def next_unsaved(self, count: int) -> tuple[list[int], list[TierUnit]]:
+        """The fresh pages among those that ``take(count)`` returns, and the units that it evicts
+        before they were offered.
         """
         fresh: list[int] = self._fresh.array()[self._fresh_head :][:count].tolist()
-        log, position = self._cached.array(), max(self._offered_head, self._cached_head)
-        keys: list[bytes] = []
-        while len(keys) < count - len(fresh) - self._num_offered and position < len(log):
-            page = int(log[position])
-            if self._stamps[page] == position:
-                keys.append(self._hash_by_page[page])
-            position += 1
-        return fresh, keys
+        first = max(self._offered_head, self._cached_head)
+        pages, _ = self._next_cached(first, count - len(fresh) - self._num_offered)
+        return fresh, self.units(pages)
 
     def finish(self) -> PagePool:
         """The next value; the writer must not be used afterwards."""
@@ -258,26 +248,32 @@ class PageWriter:
 
     def _evict(self, count: int) -> list[int]:
         """Remove the ``count`` cached pages that were released longest ago from the index."""
-        page_by_hash, hash_by_page = self._page_by_hash.mutate(), self._hash_by_page.mutate()
-        log, position = self._cached.array(), self._cached_head
-        pages: list[int] = []
-        while len(pages) < count:
-            page = int(log[position])
-            if self._stamps[page] == position:  # else a stale entry: the page was shared again
-                page_hash = hash_by_page.pop(page)
-                del page_by_hash[page_hash]
-                self.index_changes.append(IndexChange(page_hash, page, False))
-                pages.append(page)
-                if position < self._offered_head:
-                    self._num_offered -= 1
-                if self._has_tiers:
-                    self.evicted.append(TierUnit(page_hash, page))
-            position += 1
-        self._cached_head = position
-        self._offered_head = max(self._offered_head, position)
+        pages, self._cached_head = self._next_cached(self._cached_head, count)
+        self._num_offered -= min(count, self._num_offered)  # these are the first in the log
+        self._offered_head = max(self._offered_head, self._cached_head)
         self._num_cached -= count
+        page_by_hash, hash_by_page = self._page_by_hash.mutate(), self._hash_by_page.mutate()
+        removed = list(map(TierUnit, map(hash_by_page.pop, pages), pages))
+        for unit in removed:
+            del page_by_hash[unit.key]
+        self.index_changes.append(IndexChange(removed, False))
         self._page_by_hash, self._hash_by_page = page_by_hash.finish(), hash_by_page.finish()
         return pages
+
+    def _next_cached(self, position: int, count: int) -> tuple[list[int], int]:
+        """The first ``count`` cached pages from a position in the log on, or all that there are,
+        and the position after the last of them.
+        """
+        log, pages = self._cached.array(), list[int]()
+        while len(pages) < count and position < len(log):
+            looked = log[position:][: max(count, LEAST_LOOKS)]
+            for page, stamp in zip(looked.tolist(), self._stamps[looked].tolist(), strict=True):
+                if len(pages) == count:
+                    break
+                if stamp == position:  # else a stale entry: the page was shared again
+                    pages.append(page)
+                position += 1
+        return pages, position
 
     def _compact(self) -> None:
         """Drop consumed and stale log entries when a log is twice the pool: amortised O(1)."""

@@ -46,16 +46,13 @@ def following_page_hashes(
     Each is computed on demand. ``root`` is ``Request.cache_root``.
     """
     known = len(page_hashes)
-    parent = page_hashes[-1] if page_hashes else _digest(root)
+    parent = page_hashes[-1] if page_hashes else blake2b(root, digest_size=DIGEST_SIZE).digest()
     tokens = token_ids.array()[known * page_size : num_pages * page_size].tobytes()
     stride = page_size * 4  # int32
     for start in range(0, len(tokens), stride):
-        parent = _digest(parent + tokens[start : start + stride])
+        page = tokens[start : start + stride]
+        parent = blake2b(parent + page, digest_size=DIGEST_SIZE).digest()  # 1,024 pages: 0.5 ms
         yield parent
-
-
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=DIGEST_SIZE).digest()
 
 
 def group_keys(page_hashes: Items[bytes], first: int, group: int, limits: Limits) -> list[bytes]:
@@ -63,8 +60,8 @@ def group_keys(page_hashes: Items[bytes], first: int, group: int, limits: Limits
     ``page_hashes``. Groups differ, as they hold KV of other layers.
     """
     each = limits.groups[group].tokens_per_entry
-    ends = page_hashes[(first + 1) * each - 1 :: each]
-    return [key_in(group, page_hash) for page_hash in ends]
+    suffix = key_in(group, b"")
+    return [page_hash + suffix for page_hash in page_hashes[(first + 1) * each - 1 :: each]]
 
 
 class PrefixHit(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from itertools import chain
 
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv
@@ -67,7 +68,9 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
     # as each was evicted
     evicted = {(i, unit.place): unit for i, unit in moves.evicted}
     for i, pool in enumerate(draft.pools):
-        evicted |= {(i, unit.place): unit for unit in pool.evicted if not moves.knows(unit.key)}
+        removed = (change.units for change in pool.index_changes if not change.is_added)
+        lost = moves.unknown(chain.from_iterable(removed))
+        evicted |= {(i, unit.place): unit for unit in lost}
 
     def save_evicted(places: Iterable[tuple[int, int]]) -> None:
         """Save those of these pages that were evicted."""
@@ -80,7 +83,7 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
     for load in loads:
         if load.ticket in moves.dropped:
             continue
-        missing = [place for place in _places(load, limits) if place in evicted]
+        missing = [place for place in _places(load, limits) if place in evicted] if evicted else []
         if may_save:  # one at least: it goes on
             save_evicted(missing[: max(1, most(largest))])
         if any(place in evicted for place in missing):
@@ -108,9 +111,9 @@ def unsaved_bytes(draft: Draft, policy: TierPolicy, counts: Items[int]) -> int:
     """
     moves, limits, found = draft.moves, draft.limits, 0
     for number, count in enumerate(limits.of_pools(counts)):
-        fresh, keys = draft.pools[number].next_unsaved(count)
+        fresh, units = draft.pools[number].next_unsaved(count)
         evicted = {unit.place for pool, unit in moves.evicted if pool == number}
-        num_pages = len(evicted.intersection(fresh)) + sum(not moves.knows(key) for key in keys)
+        num_pages = len(evicted.intersection(fresh)) + len(moves.unknown(units))
         found += num_pages * policy.pool_bytes[number]
     return found and found + sum(map(policy.num_bytes, moves.saving))
 

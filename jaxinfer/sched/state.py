@@ -75,6 +75,7 @@ class ScheduleOutput(msgspec.Struct, frozen=True):
     duplicates: tuple[str, ...] = ()
     index_changes: tuple[Items[IndexChange], ...] = ()
     orders: TierOrders = NO_ORDERS
+    postponed: bool = False  # ``Hold.restores`` should follow as soon as the step is launched
 
 
 def initial_state(
@@ -104,7 +105,7 @@ def initial_state(
         pools=new_pools(limits),
         num_live_pages=(0,) * len(limits.groups),
         snapshots=new_snapshots(limits.num_snapshots),
-        tiers=tiers and tiers.in_pools(group.pool for group in limits.groups),
+        tiers=tiers,
     )
 
 
@@ -174,6 +175,7 @@ class Draft:
         self.num_slots = state.num_slots
         self.events: list[TokenEvent] = []
         self.duplicates: list[str] = []
+        self.postponed = False
 
     def finish(self) -> SchedulerState:
         """The next state; the draft must not be used afterwards."""
@@ -267,6 +269,7 @@ class Draft:
                 borders=(),
                 saving=None,
                 restoring=None,
+                is_postponed=False,
                 is_new=False,
                 reads=None,
             )
@@ -337,14 +340,9 @@ class Draft:
         return plan
 
     def _open_pools(self, pools: Iterable[PagePool]) -> None:
-        has_tiers = self.tiers is not None
-        self.pools = [PageWriter(pool, self.num_live_pages, has_tiers=has_tiers) for pool in pools]
+        self.pools = [PageWriter(pool, self.num_live_pages) for pool in pools]
         # the writer of each group's pool
         self.pages = [self.pools[group.pool] for group in self.limits.groups]
-
-    def knows(self, page_hash: bytes) -> bool:
-        """True if a page of group 0 with this hash is on the device, or in a tier."""
-        return self.pages[0].has(page_hash) or page_hash in self.moves.keys
 
     @property
     def has_row_for_snapshot(self) -> bool:

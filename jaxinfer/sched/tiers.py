@@ -51,9 +51,9 @@ class TieredPages(NamedTuple):
     def lookup(self, page_hashes: Items[bytes]) -> list[int]:
         """The pages of these keys, ``IN_TIER`` for those of tiers, up to the first unknown key."""
         found: list[int] = []
-        for page_hash in page_hashes:
-            page = self.pool.page_of(page_hash)
-            if page is None and page_hash not in self.keys:
+        pages = map(self.pool.page_by_hash.get, page_hashes)
+        for key, page in zip(page_hashes, pages, strict=True):
+            if page is None and key not in self.keys:
                 break
             found.append(IN_TIER if page is None else page)
         return found
@@ -183,5 +183,9 @@ def commit_load(draft: Draft, event: Loaded) -> None:
         num_cached = own.end
         draft.num_restored_tokens += own.end - own.known
     draft.running[seq.request_id] = replace(
-        seq, reads=reads, num_cached_tokens=num_cached, restoring=None
+        seq,
+        reads=reads,
+        num_registered_pages=own.end // draft.limits.page_size,
+        num_cached_tokens=num_cached,
+        restoring=None,
     )

@@ -50,6 +50,18 @@ HEAP_PROGRAM = """
 from pathlib import Path
 from jaxinfer.core.host_memory import release_free_heap
 
+def test_objects_of_the_start_are_not_scanned_and_new_ones_seldom() -> None:
+    before, made = gc.get_threshold(), [[number] for number in range(1000)]
+    count = gc.get_freeze_count()
+    try:
+        collect_seldom()
+        assert gc.get_freeze_count() >= count + len(made)
+        assert gc.get_threshold() == (YOUNG_OBJECTS, *before[1:]) and before[0] < YOUNG_OBJECTS
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

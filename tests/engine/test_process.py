@@ -24,10 +24,12 @@ from jaxinfer.core.errors import (
     RequestError,
     SourceError,
 )
-from jaxinfer.core.request import RequestSpec
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.link.spawn import spawn
+from jaxinfer.engine.link.wire import Submission
 from jaxinfer.engine.start.start import start_engine
 from jaxinfer.models import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
@@ -102,6 +104,17 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
         assert client.stats.num_live_pages == 0
 
     talk(link, scenario)
+
+
+def test_a_prompt_crosses_the_socket_as_bytes() -> None:
+    spec = RequestSpec((1, 2, 1 << 20), SamplingParams(max_tokens=3), 4, "salt")
+    sent = Submission("r", spec, "client", has_last_form=True, is_whole=True)
+    packed = sent.packed()
+    assert not packed.spec.prompt_token_ids and len(packed.prompt) == 12
+    wire = msgspec.msgpack.encode(packed)
+    read = msgspec.msgpack.decode(wire, type=Submission).unpacked()
+    assert isinstance(read.spec.prompt_token_ids, IntLog)
+    assert replace(read, spec=replace(read.spec, prompt_token_ids=(1, 2, 1 << 20))) == sent
 
 
 def test_draws_without_a_seed_differ_from_server_to_server(config: EngineConfig) -> None:

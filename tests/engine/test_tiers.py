@@ -117,7 +117,7 @@ def served(
     if make is None:
         return Served(engine_of(executor, program.limits), executor)
     mover = mover_of(program, executor)
-    policy = replace(policy_of(mover.forms, cost, offloads=offloads), ahead=ahead)
+    policy = replace(policy_of(mover.forms, program.limits, cost, offloads=offloads), ahead=ahead)
     tiers = TierRunner(mover, make(mover.forms), policy)
     limits = replace(program.limits, max_num_batched_tokens=chunk)
     limits = replace(  # executables are for more pages than the scheduler uses
@@ -179,6 +179,19 @@ def test_a_second_turn_through_a_gpus_blocks(name: str, monkeypatch: pytest.Monk
     one.engine.wake_up()
     assert one.answer(prompt_of(1))[2] >= 128
     one.engine.close()
+
+
+def test_units_that_are_neighbours_in_host_memory_are_loaded_by_one_copy() -> None:
+    """A prefix is saved with its last page first, so its addresses descend."""
+    loads = LateStream()
+
+    def mover_of(program: Program, executor: Executor) -> DeviceMover:
+        return DeviceMover(program, executor.arrays, (LateStream(), loads), allocate, ArrayCalls)
+
+    one = served("llama", host, mover_of=mover_of)
+    first, _, again = (one.answer(prompt_of(seed)) for seed in (1, 2, 1))
+    assert again[0] == first[0] and again[2] == 148
+    assert one.engine.stats().tiers.num_restored >= 30 and loads.num_copies <= 3
 
 
 def test_a_gpus_loads_next_to_others_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from jaxinfer.core.tiers import key_in
 from jaxinfer.exec.run import cuda_driver
 from jaxinfer.exec.run.copy_stream import NOT_READY, CudaCopyStream, HostCopy
 from jaxinfer.exec.tiers import locked_memory
-from jaxinfer.exec.tiers.device_mover import copy_of, merged
+from jaxinfer.exec.tiers.device_mover import memory_of, merged
 from jaxinfer.exec.tiers.host import HostTier
 
 
@@ -82,12 +82,13 @@ def test_an_event_is_done_when_its_copies_are(driver: Driver) -> None:
     stream = CudaCopyStream(0)
     device, host = np.zeros(8, np.uint8), np.arange(8, dtype=np.uint8)
     start = device.ctypes.data
-    event = stream.to_device([copy_of(start, host[:4]), copy_of(start + 4, host[4:])])
+    source = host.ctypes.data
+    event = stream.to_device([HostCopy(start, source, 4), HostCopy(start + 4, source + 4, 4)])
     assert not event.is_done and not device.any()
     driver.run()
     assert event.is_done and device.tolist() == host.tolist()
     back = np.zeros(8, np.uint8)
-    second = stream.to_host([copy_of(start, back)])
+    second = stream.to_host([HostCopy(start, back.ctypes.data, back.nbytes)])
     assert driver.num_events == 1  # the first one is used again
     assert event.is_done and not second.is_done  # and still tells what it told
     stream.wait()
@@ -108,17 +109,20 @@ def test_a_failed_copy_is_an_error_of_its_event(driver: Driver) -> None:
         print(event.is_done)
 
 
+def copies_of(*pairs: tuple[int, np.ndarray]) -> list[HostCopy]:
+    hosts, sizes = memory_of([content for _, content in pairs])
+    return merged(np.array([device for device, _ in pairs], np.int64), hosts, sizes)
+
+
 def test_units_that_follow_each_other_are_one_copy() -> None:
     form = UnitForm((((4,), np.dtype(np.float32)), ((3,), np.dtype(np.int8))))
     memory = np.zeros(3 * form.num_bytes, np.uint8)
     one, two, _, apart = (*memory.reshape(3, -1), form.new())
-    neighbours = [copy_of(100, one), copy_of(119, two)]
-    assert merged(neighbours) == [HostCopy(100, memory.ctypes.data, 38)]
-    for others in (
-        [copy_of(100, one), copy_of(119, apart)],
-        [copy_of(100, one), copy_of(150, two)],
-    ):
-        assert merged(others) == others
+    assert copies_of((100, one), (119, two)) == [HostCopy(100, memory.ctypes.data, 38)]
+    for others in ([(100, one), (119, apart)], [(100, one), (150, two)], [(100, two), (119, one)]):
+        each = [HostCopy(device, unit.ctypes.data, 19) for device, unit in others]
+        assert copies_of(*others) == each
+    assert not copies_of()
 
 
 def test_a_tier_grows_as_its_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,7 @@ class Drive:
     ahead: SaveAhead | None = None
     num_looks: int = 0  # see ``FakeMover``
     most_saving_bytes: int = 1 << 62  # see ``TierRunner``
+    restores_beside: bool = True  # while a step runs; False: in the next iteration
     # each call: the state before it, its events and output
     recorded: list[tuple[SchedulerState, tuple[Event, ...], ScheduleOutput]] | None = None
     plans: list[StepPlan] = field(default_factory=list)
@@ -120,7 +121,7 @@ class Drive:
         self.tiers: TierRunner | None = None
         if self.connector is not None:
             mover = FakeMover(self.limits, lambda: self.executor, self.num_looks)
-            policy = policy_of(mover.forms, self.cost, offloads=self.offloads)
+            policy = policy_of(mover.forms, self.limits, self.cost, offloads=self.offloads)
             policy = msgspec.structs.replace(
                 policy,
                 most_save_bytes=self.most_save_bytes,
@@ -173,11 +174,12 @@ class Drive:
         for index, changes, pool in pools:
             if any(isinstance(event, Reset) for event in events):
                 index.clear()
-            for key, page, is_added in changes:
-                if is_added:
-                    assert index.setdefault(key, page) == page
-                else:
-                    assert index.pop(key) == page
+            for change in changes:
+                for key, page in ((unit.key, unit.place) for unit in change.units):
+                    if change.is_added:
+                        assert index.setdefault(key, page) == page
+                    else:
+                        assert index.pop(key) == page
             assert index == dict(pool.page_by_hash)
 
     def tick(self, *events: Event) -> ScheduleOutput:
@@ -188,7 +190,11 @@ class Drive:
         done: list[Event] = []
         if self.flying and (len(self.flying) >= self.depth or self.last.step is None):
             done.append(StepDone(self.flying.pop(0)))
-        return self.call(*done, *events)
+        output = self.call(*done, *events)
+        if output.postponed and self.restores_beside:
+            self.call(Hold(restores=True))
+            self.last = output  # of the iteration
+        return output
 
     def give_up_pages(self, *, keeps_tiers: bool = True) -> None:
         """Collect all steps, and go on without anything on the device, as when an engine sleeps."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.tiers import TierUnit
 from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
 from jaxinfer.sched.prefix import following_page_hashes
 
@@ -59,16 +60,28 @@ def test_a_page_lives_until_its_last_owner_leaves() -> None:
 def test_pages_that_are_taken_without_having_been_offered(num_offered: int) -> None:
     """``next_unsaved`` says so before they are taken; stale entries of the log do not count."""
     for count in range(9):
-        writer = PageWriter(cached_pool((1, 2, 3), (4, 5)), [0], has_tiers=True)
+        writer = PageWriter(cached_pool((1, 2, 3), (4, 5)), [0])
         writer.share([1, 2])
         writer.release(array(1, 2))
         writer.release(array(7, 8))
         offered = {unit.place for unit in writer.offer(99, num_offered)}
-        fresh, keys = writer.next_unsaved(count)
+        fresh, units = writer.next_unsaved(count)
         taken = writer.take(min(count, writer.num_free))
         assert fresh == taken[: len(fresh)] and {*fresh} <= {7, 8}
         unsaved = [page for page in taken[len(fresh) :] if page not in offered]
-        assert keys == [bytes([page]) for page in unsaved]
+        assert units == [TierUnit(bytes([page]), page) for page in unsaved]
+
+
+def test_eviction_passes_many_stale_entries() -> None:
+    """There are more of them than it looks at together."""
+    writer = PageWriter(cached_pool(tuple(range(1, 151)), num_pages=151), [0])
+    writer.share([*range(1, 101)])
+    writer.release(array(*range(1, 101)))
+    order = [*range(150, 100, -1), *range(100, 0, -1)]
+    assert [unit.place for unit in writer.offer(99, 60)] == order[:60]
+    assert writer.take(40) + writer.take(110) == order
+    assert [len(change.units) for change in writer.index_changes] == [40, 110]
+    assert not writer.has(bytes([1])) and not writer.num_free
 
 
 def test_lookup_stops_at_the_first_gap() -> None:

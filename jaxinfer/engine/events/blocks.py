@@ -20,7 +20,6 @@ from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Event, Reset, StepDone
 from jaxinfer.core.tiers import Loaded
-from jaxinfer.sched.pages import IndexChange
 from jaxinfer.sched.prefix import DIGEST_SIZE, following_page_hashes
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState
 from jaxinfer.sched.state import Sequence as SchedSequence
@@ -95,16 +94,17 @@ def block_events(
     stored = _Stored(limits, group, _chains(before, events, after, limits))
     removed: list[int] = []
     for change in output.index_changes[limits.groups[group].pool]:
-        if (digest := _digest(change, group)) is None:
-            continue
-        if change.is_added:
+        found = (_digest(unit.key, group) for unit in change.units)
+        digests = [digest for digest in found if digest is not None]
+        if digests and not change.is_added:
+            yield from stored.end()
+            removed += map(as_integer, digests)
+        elif digests:
             if removed:
                 yield BlockRemoved(tuple(removed), MEDIUM, group)
                 removed.clear()
-            yield from stored.add(digest)
-        else:
-            yield from stored.end()
-            removed.append(as_integer(digest))
+            for digest in digests:
+                yield from stored.add(digest)
     yield from stored.end()
     if removed:
         yield BlockRemoved(tuple(removed), MEDIUM, group)
@@ -115,9 +115,9 @@ def as_integer(digest: bytes) -> int:
     return int.from_bytes(digest[-HASH_BYTES:], "big")
 
 
-def _digest(change: IndexChange, group: int) -> bytes | None:
-    """The page's digest, if its key is one of the group: see ``prefix.group_keys``."""
-    digest, suffix = change.key[:DIGEST_SIZE], change.key[DIGEST_SIZE:]
+def _digest(key: bytes, group: int) -> bytes | None:
+    """A page's digest, if its key is one of the group: see ``prefix.group_keys``."""
+    digest, suffix = key[:DIGEST_SIZE], key[DIGEST_SIZE:]
     return digest if suffix == (bytes((group,)) if group else b"") else None
 
 

@@ -24,7 +24,12 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.core.host_memory import gc_paused, limit_heap_arenas, release_startup_memory
+from jaxinfer.core.host_memory import (
+    collect_seldom,
+    gc_paused,
+    limit_heap_arenas,
+    release_startup_memory,
+)
 from jaxinfer.core.log import log_to
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.link.wire import (
@@ -34,6 +39,7 @@ from jaxinfer.engine.link.wire import (
     FromEngine,
     Planned,
     Ready,
+    Submission,
     ToEngine,
 )
 from jaxinfer.engine.start.progress import LOGGER, logged_progress
@@ -128,7 +134,7 @@ class EngineChild:
             self._phase.close()
         from jaxinfer.engine.link.thread import EngineThread
 
-        gc.freeze()  # scanning JAX's 140,000 objects takes 0.1 s of a full collection
+        collect_seldom()
         thread = EngineThread(engine)
         self._engine = thread
         self._channel.send(Ready(thread.facts, thread.stats))
@@ -152,6 +158,8 @@ class EngineChild:
                 if isinstance(message, Build):
                     self._build_message.set_result(message)
                 elif self._engine is not None:
+                    if isinstance(message, Submission):
+                        message = message.unpacked()
                     with suppress(EngineError):  # it has ended: the last message has the reason
                         self._engine.send(message)
         finally:

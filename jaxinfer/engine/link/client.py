@@ -13,6 +13,8 @@ from contextlib import suppress
 from math import inf
 from typing import Any
 
+from msgspec.structs import replace
+
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.limits import MAX_STEPS_IN_FLIGHT
 from jaxinfer.core.request import RequestSpec
@@ -192,7 +194,8 @@ class EngineClient:
         shows if it has been started.
         """
         if not checked:
-            self.check(spec)
+            prompt = check_request(spec, self.limits, self.facts, self.tokenizer)
+            spec = replace(spec, prompt_token_ids=prompt)
         self._opened += 1
         # unique, since users may repeat their request ids; short, as it comes with every token
         key = f"{name if name and self._shows_names else 'stream'}-{self._opened}"

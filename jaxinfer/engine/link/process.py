@@ -25,6 +25,7 @@ from jaxinfer.engine.link.wire import (
     Planned,
     Ready,
     Stop,
+    Submission,
     ToEngine,
 )
 from jaxinfer.text.tokenizer import load_tokenizer
@@ -84,7 +85,8 @@ class EngineProcess(Link):
 
     def _pass(self, command: Command) -> None:
         try:
-            self._channel.send(command)
+            is_request = isinstance(command, Submission)
+            self._channel.send(command.packed() if is_request else command)
         except (ValueError, TypeError, OverflowError) as error:
             raise RequestError(f"the request cannot be sent to the engine: {error}") from error
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Literal, Self
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from jaxinfer.core import errors
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.frames import read_frame, send_frame
+from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.log import LogSettings
 from jaxinfer.core.request import RequestSpec
@@ -46,6 +48,22 @@ class Submission(msgspec.Struct, frozen=True, tag=True):
     # for 2,000 prompts of a request
     has_last_form: bool = False
     is_whole: bool = False  # its deltas may come late: see ``engine.link.whole``
+    prompt: bytes = b""  # int32[N]: the prompt's tokens on a socket, where ``spec`` has none
+
+    def packed(self) -> Submission:
+        """The submission for a socket: 16,384 tokens as numbers would take the engine's process
+        0.3 ms to read, and 1 ms whenever the garbage collector meets them.
+        """
+        tokens = IntLog(self.spec.prompt_token_ids).array()
+        return replace(self._with_prompt(()), prompt=tokens.tobytes())
+
+    def unpacked(self) -> Submission:
+        """The submission that was ``packed``."""
+        tokens = IntLog(np.frombuffer(self.prompt, np.int32))
+        return replace(self._with_prompt(tokens), prompt=b"")
+
+    def _with_prompt(self, tokens: Sequence[int]) -> Submission:
+        return replace(self, spec=replace(self.spec, prompt_token_ids=tokens))
 
     def with_form(self, form: StructuredOutputsParams | None) -> Submission:
         """The submission with this form; None: with the last one."""

@@ -176,7 +176,7 @@ def state_of(values: dict[str, Any], limits: Limits) -> SchedulerState:
         pools=_each(_pool),
         snapshots=_snapshots,
         in_flight=_each(_plan),
-        tiers=lambda own: _policy(own).in_pools(group.pool for group in limits.groups),
+        tiers=_policy,
         tier_keys=Map,
         evicted=_each(_evicted),
         held_loads=_each(_load),

@@ -225,7 +225,8 @@ def begin_tiers(
             "token_seconds": cost.token_seconds,
         }
 
-    policy = policy_of(mover.forms, cost, offloads=config.preemption == "offload")
+    limits = plan.program.limits
+    policy = policy_of(mover.forms, limits, cost, offloads=config.preemption == "offload")
     ahead = saved_ahead(plan.program, mover.forms, size)
     policy = replace(
         policy,

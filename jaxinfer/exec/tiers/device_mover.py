@@ -5,14 +5,15 @@ take longer than their bytes do, so a call packs the pages of a save into one bl
 unit is one copy, and another unpacks the blocks of a load (``unit_calls``). The copy engines work
 beside the steps. No fence is needed: a save is copied when the host has seen that its block is
 there, and a load is unpacked by a call that is queued when the host has seen that its copy has
-ended.
+ended. Units that follow each other in host memory are one copy; those of a prefix were saved with
+the last page first, so a block of a load takes its units in the order of their addresses.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import batched
+from itertools import batched, islice
 from typing import Any, NamedTuple
 
 import jax
@@ -112,16 +113,17 @@ class DeviceMover:
         block = next((one for one in self._ring if one.is_free), None)
         if block is None:
             return None
-        size = self.pools.form(part.pool).num_bytes
-        starts = range(block.address, block.address + len(part.contents) * size, size)
-        copies = [copy_of(*pair) for pair in zip(starts, part.contents, strict=True)]
-        block.event, block.is_taken = self._loads.to_device(merged(copies)), True
+        hosts, sizes = memory_of(part.contents)
+        order = hosts.argsort()
+        devices = block.address + self.pools.form(part.pool).num_bytes * np.arange(len(order))
+        block.rows = self._rows(part.pool, [part.places[i] for i in order.tolist()])
+        block.event = self._loads.to_device(merged(devices, hosts[order], sizes[order]))
+        block.is_taken = True
         return block
 
     def unpack(self, part: Part, block: Block) -> None:
         """Queue the call that writes a part to its places."""
-        rows = self._rows(part.pool, part.places)
-        block.reader = self._calls.unpack(part.pool, rows, block.array)
+        block.reader = self._calls.unpack(part.pool, block.rows, block.array)
         block.is_taken = False
 
     def _rows(self, pool: int | None, places: Sequence[int]) -> np.ndarray:
@@ -160,6 +162,7 @@ class Block:
     def __init__(self, array: jax.Array) -> None:
         self.array = array  # int32[words]
         self.address: int = array.unsafe_buffer_pointer()
+        self.rows = np.zeros(1, np.int32)  # to which its units are written: see ``UnitCalls``
         self.event: CopyEvent | None = None  # of the copy into it
         self.reader: jax.Array | None = None  # a result of the call that reads it
         self.is_taken = False  # for a copy that has not been unpacked
@@ -221,11 +224,13 @@ class DeviceSaving:
         """See ``Saving``."""
         found, copies = iter(memory), list[HostCopy]()
         for part in self.parts:
-            address = part.block.unsafe_buffer_pointer()
-            for i in range(part.count):
-                if (content := next(found)) is not None:
-                    copies.append(copy_of(address + i * part.size, content))
-        self._event = self._stream.to_host(merged(copies))
+            own = enumerate(islice(found, part.count))
+            pairs = [(i, content) for i, content in own if content is not None]
+            hosts, sizes = memory_of([content for _, content in pairs])
+            places = np.array([i for i, _ in pairs], np.int64)
+            devices = part.block.unsafe_buffer_pointer() + part.size * places
+            copies += merged(devices, hosts, sizes)
+        self._event = self._stream.to_host(copies)
 
     @property
     def is_copied(self) -> bool:
@@ -237,19 +242,20 @@ def _is_ready(array: Any) -> bool:
     return bool(array.is_ready())
 
 
-def copy_of(device: int, content: Content) -> HostCopy:
-    """The copy between a unit on the device and its content in host memory."""
-    return HostCopy(device, content.ctypes.data, content.nbytes)
+def memory_of(contents: Sequence[Content]) -> tuple[np.ndarray, np.ndarray]:  # int64[units] each
+    """The addresses and the sizes of units in host memory."""
+    addresses = [content.ctypes.data for content in contents]
+    return np.array(addresses, np.int64), np.array([content.nbytes for content in contents])
 
 
-def merged(copies: Sequence[HostCopy]) -> list[HostCopy]:
-    """The same copies, those that follow each other on both sides as one."""
-    found: list[HostCopy] = []
-    for copy in copies:
-        if found:
-            last = found[-1]
-            if (last.device + last.size, last.host + last.size) == (copy.device, copy.host):
-                found[-1] = last._replace(size=last.size + copy.size)
-                continue
-        found.append(copy)
-    return found
+def merged(
+    devices: np.ndarray,  # int64[copies]: addresses on the device
+    hosts: np.ndarray,  # int64[copies]: addresses in host memory
+    sizes: np.ndarray,  # int64[copies]: bytes
+) -> list[HostCopy]:
+    """Copies, those that follow each other on both sides as one."""
+    follows = (devices[:-1] + sizes[:-1] == devices[1:]) & (hosts[:-1] + sizes[:-1] == hosts[1:])
+    starts = np.flatnonzero(np.append([True][: len(sizes)], ~follows))
+    sums = np.add.reduceat(sizes, starts) if len(starts) else sizes
+    columns = devices[starts], hosts[starts], sums
+    return [HostCopy(*row) for row in zip(*(one.tolist() for one in columns), strict=True)]

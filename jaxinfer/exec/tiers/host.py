@@ -65,7 +65,7 @@ class Slabs:
             self._empty.append(slab)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     """A unit, and the number of loads that read it. It is kept until they are finished."""
 
@@ -153,18 +153,14 @@ class HostTier:
 
     def load(self, ticket: int, keys: Sequence[bytes]) -> None:
         """See ``Connector``."""
-        found: list[Unit | None] = []
-        pinned = self._loads[ticket] = []
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is None or not entry.is_saved:
-                found.append(None)
-                continue
+        known = [self._entries.get(key) for key in keys]
+        found = [entry if entry is not None and entry.is_saved else None for entry in known]
+        pinned = [entry for entry in found if entry is not None]
+        for entry in pinned:
             entry.pins += 1
-            self._entries.move_to_end(key)
-            pinned.append(entry)
-            found.append(entry.unit)
-        self._polled.loaded[ticket] = found
+            self._entries.move_to_end(entry.unit.key)
+        self._loads[ticket] = pinned
+        self._polled.loaded[ticket] = [entry and entry.unit for entry in found]
 
     def poll(self, seconds: float = 0.0) -> Polled:
         """See ``Connector``."""

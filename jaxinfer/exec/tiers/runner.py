@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from jaxinfer.core.connector import Connector, Content, Forms, Unit
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.step import Event
 from jaxinfer.core.tiers import (
     SNAPSHOTS,
@@ -232,9 +233,11 @@ class TierRunner:
         self._counters = msgspec.structs.replace(before, **changes)
 
 
-def policy_of(forms: Forms, cost: CostModel, *, offloads: bool = False) -> TierPolicy:
+def policy_of(
+    forms: Forms, limits: Limits, cost: CostModel, *, offloads: bool = False
+) -> TierPolicy:
     """The scheduler's policy for units of these forms; ``offloads``: see ``TierPolicy``."""
-    pages = {group: form.num_bytes for group, form in forms.items() if group != SNAPSHOTS}
     state_bytes = forms[SNAPSHOTS].num_bytes if SNAPSHOTS in forms else 0
-    unit_bytes = tuple(pages[group] for group in sorted(pages))
-    return TierPolicy(cost, unit_bytes, state_bytes, offloads=offloads)
+    unit_bytes = tuple(forms[group].num_bytes for group in range(len(limits.groups)))
+    unit_pools = tuple(group.pool for group in limits.groups)
+    return TierPolicy(cost, unit_bytes, unit_pools, state_bytes, offloads=offloads)
