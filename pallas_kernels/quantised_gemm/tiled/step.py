@@ -287,16 +287,14 @@ class Step:
 
     def recorded_scale(
         self, result: int, segment: int
-    ) -> tuple[jax.Array, jax.Array | None]:  # float32[64] each
-        """``scale`` of records."""
+    ) -> tuple[jax.Array, jax.Array | None]:  # float32[64]
+        """``scale`` of records, whose offsets are integers (``integer_offsets``)."""
         sizes, start = self.spec.sizes, segment * self.spec.segment
         supers = self.supers(result, start)
         if self.spec.integer_scales:
             return records.half(supers, 0) * scaled_tiles.INTEGER_UNIT, None
-        scale = self.byte(result, start, 0) * (records.half(supers, 0) * divisor(sizes.kind))
-        if not sizes.offsets:
-            return scale, None
-        return scale, self.byte(result, start, self.spec.small_rows) * records.half(supers, 1)
+        large = records.half(supers, 0) * divisor(sizes.kind)
+        return self.byte(result, start, 0) * large, None
 
     def recorded_tile(self, result: int, index: int) -> jax.Array:  # bfloat16[64, 64]
         """A tile of records, scaled; see ``scaled_tiles``."""
@@ -428,6 +426,16 @@ class Step:
         for start in self.chunks(segment):
             yield plgpu.layout_cast(ones, plgpu.Layout.WGMMA), self.tokens(start)
 
+    def integer_offsets(
+        self, result: int, segments: Iterable[int]
+    ) -> Iterator[tuple[jax.Array, Ref]]:
+        """The offsets of a super's groups, exact in bfloat16, as weights."""
+        for segment in segments:
+            offset = self.byte(result, segment * self.spec.segment, self.spec.small_rows)
+            offset = offset.astype(jnp.bfloat16)
+            for start in self.chunks(segment):
+                yield lax.broadcast_in_dim(offset, (TILE, self.spec.chunk), [0]), self.tokens(start)
+
     def chunks(self, segment: int) -> range:
         """The first inputs of a segment's chunks."""
         length = self.spec.segment
@@ -443,7 +451,8 @@ class Step:
     def add(self, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """The results so far, float32[64, block_t] each, and this step's products."""
         spec = self.spec
-        multiplied = spec.sizes.offsets and not spec.sums_given
+        nested = spec.sizes.super_group > 0 and spec.sizes.offsets
+        multiplied = spec.sizes.offsets and not spec.sums_given and not nested
         results, segments = range(spec.results), spec.config.span // spec.segment
         if self.scales_weights:
             tiles: dict[tuple[int, int], Any] = {}
@@ -454,13 +463,18 @@ class Step:
             return matmuls(whole, spec.config.block_t, totals)
         registers = (len(results) + multiplied) * spec.config.block_t // 2  # of a segment's sums
         batch = max(1, ACCUMULATOR_REGISTERS // registers)
+        if nested:
+            batch = min(batch, max(1, spec.sizes.super_group // spec.segment))
         for first in range(0, segments, batch):
             chosen = range(first, min(first + batch, segments))
             # Loaded before the matmuls' values: an arrival on a barrier does not wait for a load
             # right before it, which the next copy then overtook where the other warpgroup wrote
             # results (H100, prompts in int4 with groups of 128: scales of a later step).
             factors = [[self.scale(result, segment) for result in results] for segment in chosen]
-            if spec.sizes.offsets and spec.sums_given:
+            if nested:
+                start = first * spec.segment
+                minimum = [records.half(self.supers(result, start), 1) for result in results]
+            if spec.sums_given:
                 for segment, of_segment in zip(chosen, factors, strict=True):
                     offsets = [offset for _, offset in of_segment]
                     totals = _plus(totals, [self.given(segment)] * len(results), offsets)
@@ -469,6 +483,8 @@ class Step:
             for segment in chosen:
                 sums += [self.weights(tiles, result, segment) for result in results]
                 sums += [self.ones(segment)] * multiplied
+            if nested:
+                sums += [self.integer_offsets(result, chosen) for result in results]
             found = iter(matmuls(sums, spec.config.block_t))
             for of_segment in factors:
                 products = [next(found) for _ in results]
@@ -476,6 +492,8 @@ class Step:
                 if multiplied:
                     inputs = [next(found)] * len(results)
                     totals = _plus(totals, inputs, [offset for _, offset in of_segment])
+            if nested:
+                totals = _plus(totals, [next(found) for _ in results], minimum)
         return totals
 
 
