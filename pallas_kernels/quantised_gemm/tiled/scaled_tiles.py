@@ -8,6 +8,10 @@ offsets (Q4_K, Q5_K) that would round the offset, too, so there a weight is one 
 in float32: masked bits of a packed word are a subnormal float32, which a factor's exponent makes
 normal. The results are divided by ``UNIT``, so that this exponent is in range.
 
+For 128 inputs, 64 outputs and 64 tokens a thread has 293 instructions of Q4_K and 216 of Q6_K. They
+were 347 and 376 when values became bfloat16 before they were scaled in float32; int4 with groups of
+128 has 170 (sm_90a, CUDA 13.0).
+
 JAX's interpreter cannot rename registers: tests replace ``times_integers`` and ``times_floats``,
 and run the code of a thread by itself.
 """
