@@ -302,20 +302,17 @@ class Step:
         place = lax.div(self.first_input, jnp.int32(TILE)) + index
         tile = self.tile_ref(self.half(result), place)
 
-        words, byte = self.word(result, start, 0)
-        given = [words]
-        if not self.spec.integer_scales:
-            given += [self.word(result, start, self.spec.small_rows)[0]]
+        kinds = (0,) if self.spec.integer_scales else (0, self.spec.small_rows)
+        found = [self.word(result, start, first) for first in kinds]
+        words, byte = [words for words, _ in found], found[0][1]
         if not isinstance(byte, int):
-            given = [lax.shift_right_logical(one, records.shift(one, byte)) for one in given]
+            words = [lax.shift_right_logical(one, records.shift(one, byte)) for one in words]
             byte = 0
-        groups = range(byte, byte + max(1, TILE // sizes.group))
+        groups, signed = range(byte, byte + max(1, TILE // sizes.group)), sizes.signed
         if self.spec.integer_scales:
-            return scaled_tiles.times_integers(
-                sizes.kind, tile, *given, groups, signed=sizes.signed
-            )
-        given += [self.supers(result, start)]
-        return scaled_tiles.times_floats(sizes.kind, tile, given, groups, signed=sizes.signed)
+            return scaled_tiles.times_integers(sizes.kind, tile, words[0], groups, signed=signed)
+        words.append(self.supers(result, start))
+        return scaled_tiles.times_floats(sizes.kind, tile, words, groups, signed=signed)
 
     def supers(self, result: int, start: int) -> jax.Array:  # int32[64]
         """The words of supers of an input of the span."""
