@@ -86,10 +86,17 @@ def _run(case: QuantisedCase, config: TiledConfig | None = None) -> tuple[Any, A
 
 
 def _definition(args: QuantisedGemmArgs, *, rounded: bool) -> jax.Array:
-    """The op's definition; kernels that scale weights round these to bfloat16."""
+    """The op's definition; kernels that scale weights round these to bfloat16, those with supers
+    and no offsets before supers multiply.
+    """
     if not rounded:
         return OP.ref(args)  # type: ignore[no-any-return]
-    w = dequantised(args.w).astype(jnp.bfloat16).astype(jnp.float32)
+    matrix, supers = args.w, np.ones((1, 1), np.float32)
+    if matrix.supers is not None and matrix.offsets is None:
+        super_group = matrix.num_inputs // matrix.supers.shape[1]
+        supers = np.repeat(matrix.supers[:, :, 0].astype(np.float32), super_group, axis=1)
+        matrix = replace(matrix, supers=np.ones_like(matrix.supers))
+    w = dequantised(matrix).astype(jnp.bfloat16).astype(jnp.float32) * supers
     dense = GemmArgs(x=args.x, w=w.T, bias=args.bias, swiglu=args.swiglu, wide=args.wide)
     return skinny_gemm(dense)
 
