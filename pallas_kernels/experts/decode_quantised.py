@@ -27,6 +27,7 @@ from pallas_kernels.experts.launch import GemmSizes, QuantisedConfig
 from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp
 from pallas_kernels.lib.pdl import grid_dependency_wait
 from pallas_kernels.lib.quantised import Quantised
+from pallas_kernels.quantised_gemm.tiled import copies
 from pallas_kernels.quantised_gemm.tiled import step as tiled
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.scratch import TiledScratch, scratch_types
@@ -82,11 +83,11 @@ def _copy_all(spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch) -> Non
         tile = lax.div(item.first_output, jnp.int32(TILE))
         if outputs == 1:
             where: Any = (pl.ds(expert * halves, halves), tile)
-            return tiled.copy_weights(spec.step, gmem.tiled, scratch, where, step, stage)
+            return copies.copy_weights(spec.step, gmem.tiled, scratch, where, step, stage)
         for half in range(halves):  # a missing tile becomes zeros
             where = (expert * halves + half, pl.ds(tile, outputs))
             place = pl.ds(half * outputs, outputs)
-            tiled.copy_weights(spec.step, gmem.tiled, scratch, where, step, stage, place)
+            copies.copy_weights(spec.step, gmem.tiled, scratch, where, step, stage, place)
 
     copy_items(spec, gmem, ring, scratch.x_smem, copy_weights)
 

@@ -26,6 +26,7 @@ from pallas_kernels.gemm.epilogues import write_columns
 from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp
 from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.lib.quantised import Quantised
+from pallas_kernels.quantised_gemm.tiled import copies
 from pallas_kernels.quantised_gemm.tiled import step as tiled
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.large.launch import PAIR
@@ -57,9 +58,9 @@ def _copy_all(spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch) -> Non
             where: Any = (pl.ds(expert * PAIR, PAIR), pair)
         else:
             where = (expert, pl.ds(pair * PAIR, PAIR))  # a missing tile becomes zeros
-        tiled.copy_weights(spec.step, gmem.tiled, scratch, where, step, stage)
+        copies.copy_weights(spec.step, gmem.tiled, scratch, where, step, stage)
         rows = pl.ds(item.tile * width, width)
-        tiled.copy_sums(spec.step, gmem.tiled.sums, scratch, rows, step, stage)
+        copies.copy_sums(spec.step, gmem.tiled.sums, scratch, rows, step, stage)
 
     copy_items(spec, gmem, ring, scratch.x_smem, copy_weights)
 

@@ -86,10 +86,17 @@ def _run(case: QuantisedCase, config: TiledConfig | None = None) -> tuple[Any, A
 
 
 def _definition(args: QuantisedGemmArgs, *, rounded: bool) -> jax.Array:
-    """The op's definition; kernels that scale weights round these to bfloat16."""
+    """The op's definition; kernels that scale weights round these to bfloat16, those with supers
+    and no offsets before supers multiply.
+    """
     if not rounded:
         return OP.ref(args)  # type: ignore[no-any-return]
-    w = dequantised(args.w).astype(jnp.bfloat16).astype(jnp.float32)
+    matrix, supers = args.w, np.ones((1, 1), np.float32)
+    if matrix.supers is not None and matrix.offsets is None:
+        super_group = matrix.num_inputs // matrix.supers.shape[1]
+        supers = np.repeat(matrix.supers[:, :, 0].astype(np.float32), super_group, axis=1)
+        matrix = replace(matrix, supers=np.ones_like(matrix.supers))
+    w = dequantised(matrix).astype(jnp.bfloat16).astype(jnp.float32) * supers
     dense = GemmArgs(x=args.x, w=w.T, bias=args.bias, swiglu=args.swiglu, wide=args.wide)
     return skinny_gemm(dense)
 
@@ -167,6 +174,11 @@ LAUNCHES = {
         TiledConfig(8, 128, 2, 2),
     ),
     "parts_of_words": (_case("q4_k", 32, 8), TiledConfig(8, 64, 2, 2)),  # and of records
+    "scaled_parts_of_words": (_case("q4_k", 32, 16), TiledConfig(16, 64, 2, 2, scales=True)),
+    "scaled_integers": (
+        replace(_case("q6_k", 16, 16, split=True), super_group=128),
+        TiledConfig(16, 128, 2, 2, split_k=2, scales=True),
+    ),
     "group_of_several_steps": (
         replace(PLAIN, group=512, inner=1024),
         TiledConfig(8, 64, 2, 2),
@@ -230,6 +242,19 @@ def test_few_gates_and_ups_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     with compiling_for(H100):
         wide = launch.sizes_of(tiled)._replace(outer=17 * 64)
         assert not wide.is_narrow
+
+
+def test_k_forms_have_one_more_split_where_it_saves_a_step() -> None:
+    def chosen(form: str, group: int, inner: int) -> TiledConfig:
+        case = replace(_case(form, group, 64, split=True), inner=inner)
+        sizes = launch.sizes_of(_call(case))._replace(outer=1536)  # 24 tiles on 132 SMs
+        return launch.choose_config(sizes)
+
+    with compiling_for(H100):
+        assert chosen("q4_k", 32, 8960).split_k == chosen("q6_k", 16, 8960).split_k == 5
+        assert chosen("int4", 128, 8960).split_k == 4  # 35 steps of each CTA's 256 inputs
+        assert chosen("q6_k", 16, 1536).split_k == 4  # six steps: 2 of the fullest CTA either way
+        assert chosen("q4_k", 32, 1536).warpgroups == 4
 
 
 MANY = replace(_case("int4", 128, 136), outer=256)

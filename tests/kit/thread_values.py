@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -98,10 +99,10 @@ def replace_mlir(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     monkeypatch.setattr(module, "ir", ir)
     monkeypatch.setattr(module, "arith", _arith())
     monkeypatch.setattr(module, "vector", vector)
-    monkeypatch.setattr(module, "memref", memref)
+    monkeypatch.setattr(module, "memref", memref, raising=False)
     monkeypatch.setattr(module, "element", lambda value, i: Value(value.array[:, i]))
     monkeypatch.setattr(module, "assembly", _assembly)
-    monkeypatch.setattr(module, "_extracted", lambda struct, i: struct.results[i])
+    monkeypatch.setattr(module, "_extracted", lambda struct, i: struct.results[i], raising=False)
 
 
 def _type(dtype: Any) -> Any:
@@ -164,6 +165,7 @@ def _arith() -> Any:
         mulf=binary(np.multiply),
         negf=lambda a: Value(-a.array),
         sitofp=converted,
+        uitofp=lambda own, value: Value(unsigned(value.array).astype(own.dtype)),
         extf=converted,
         trunci=converted,
         index_cast=converted,
@@ -181,7 +183,20 @@ def _assembly(text: str, constraints: str, operands: Sequence[Value], result: st
         return _mma(int(found[1]), f"{found[2]}int8".removeprefix("s"), arrays)
     if found := re.match(r"shfl\.sync\.bfly\.b32 \$0, \$1, (\d+), 31,", text):
         return Value(arrays[0][np.arange(THREADS) ^ int(found[1])])
+    if text.startswith("fma.rn.bf16x2"):
+        return Value(_fma(*(array.view(ml_dtypes.bfloat16) for array in arrays)).view(np.int32))
+    if text.startswith("fma.rn.f32"):
+        return Value(_fma(*arrays))
+    if text.startswith("cvt.rn.bf16x2.f32"):  # the first operand becomes the higher half
+        pair = np.stack(arrays[::-1], axis=1).astype(ml_dtypes.bfloat16)
+        return Value(pair.view(np.int32)[:, 0])
     raise NotImplementedError(text)
+
+
+def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c, rounded once."""
+    wide = (each.astype(np.float64) for each in (a, b, c))
+    return (next(wide) * next(wide) + next(wide)).astype(a.dtype)
 
 
 def _permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:

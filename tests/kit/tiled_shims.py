@@ -20,7 +20,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
 from pallas_kernels.experts import decode
-from pallas_kernels.quantised_gemm.tiled import fragments, integers, mosaic, step
+from pallas_kernels.quantised_gemm.tiled import fragments, integers, mosaic, scaled_tiles, step
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 
 
@@ -30,6 +30,8 @@ def replace_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fragments, "load_words", _load_words)
     monkeypatch.setattr(fragments, "fragment", _fragment)
     monkeypatch.setattr(fragments, "scaled", _scaled)
+    monkeypatch.setattr(scaled_tiles, "times_integers", _times_integers)
+    monkeypatch.setattr(scaled_tiles, "times_floats", _times_floats)
     monkeypatch.setattr(mosaic, "put", _put)
     monkeypatch.setattr(mosaic, "multiply", _multiply)
     monkeypatch.setattr(decode, "load_at", _load_at)
@@ -156,6 +158,34 @@ def _fragment(
 def _scaled(weights: jax.Array, scale: jax.Array, offset: jax.Array | None) -> jax.Array:
     wide = weights.astype(jnp.float32) * scale
     return (wide if offset is None else wide + offset).astype(jnp.bfloat16)
+
+
+def _values(kind: str, tile: Any, *, centred: bool) -> jax.Array:  # float32[64, 64]
+    middle = {"int8": 128.0, "int4": 8.0 * centred}[kind]
+    return fragments.operand(kind, tile, middle).astype(jnp.float32) * 64
+
+
+def _bytes(words: jax.Array, groups: range, signed: bool) -> jax.Array:  # float32[64, 64]
+    found = lax.bitcast_convert_type(words, jnp.int8 if signed else jnp.uint8)
+    found = found[:, groups.start : groups.stop].astype(jnp.float32)
+    return jnp.repeat(found, TILE // len(groups), axis=1)
+
+
+def _times_integers(
+    kind: str, tile: Any, scales: jax.Array, groups: range, *, signed: bool
+) -> jax.Array:
+    products = _values(kind, tile, centred=True) * _bytes(scales, groups, signed)
+    return (products / scaled_tiles.INTEGER_UNIT).astype(jnp.bfloat16)
+
+
+def _times_floats(
+    kind: str, tile: Any, factors: Sequence[jax.Array], groups: range, *, signed: bool
+) -> jax.Array:
+    scales, offsets = (_bytes(words, groups, signed) for words in factors[:2])
+    supers = lax.bitcast_convert_type(factors[2], jnp.float16).astype(jnp.float32)
+    scales, offsets = scales * supers[:, :1], offsets * supers[:, 1:]
+    weights = _values(kind, tile, centred=False) * scales + offsets
+    return (weights / scaled_tiles.UNIT).astype(jnp.bfloat16)
 
 
 def _times(bits: jax.Array, multiplier: float) -> jax.Array:

@@ -30,6 +30,7 @@ FEW_TOKENS = 16, 32  # see ``configs``
 SCALED_GROUP = 128  # smaller groups scale weights, where there are more tokens than 8
 NARROW = 8  # SMs for each CTA of gates and ups; see ``TiledSizes.is_narrow``
 MAX_SPLIT_K = 4  # each partial is written once and read once
+MAX_SPLIT_K_RECORDED = 5  # of K forms, whose K steps take longer; see ``_split_k``
 SMEM_BYTES = 220 << 10  # of an SM, without barriers and factors
 IN_FLIGHT_BYTES = 160 << 10  # of a CTA; for at most 32 tokens more steps than four are no faster
 IN_FLIGHT_BYTES_OF_TWO = 75 << 10  # of each of two CTAs on an SM
@@ -204,10 +205,19 @@ def result_shape(config: TiledConfig, sizes: TiledSizes) -> jax.ShapeDtypeStruct
 
 
 def _split_k(sizes: TiledSizes, steps: int) -> int:
-    """Enough splits for a CTA on each SM; 1 where the result must not be split."""
+    """Enough splits for a CTA on each SM; 1 where the result must not be split.
+
+    One more is for K forms with which a CTA has fewer steps: Qwen2.5-1.5B's down has 35 steps of
+    256 inputs for 24 tiles of outputs, so 120 of 132 SMs have 7 instead of 96 with 9.
+    """
     if not sizes.split:
         return 1
-    return max(1, min(current_device().num_sms // (sizes.outer // TILE), MAX_SPLIT_K, steps))
+    most = max(1, min(current_device().num_sms // (sizes.outer // TILE), steps))
+    split_k = min(most, MAX_SPLIT_K)
+    if sizes.super_group and sizes.tokens > INTEGER_TOKENS:
+        further = min(most, MAX_SPLIT_K_RECORDED)
+        split_k = min((split_k, further), key=lambda splits: -(-steps // splits))
+    return split_k
 
 
 def configs(sizes: TiledSizes) -> list[TiledConfig]:
@@ -223,6 +233,8 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
     scales = sizes.tokens > MMA_TOKENS and sizes.group < SCALED_GROUP and sizes.block == 1
     many = sizes.offsets and not scales
     most = 2 if sizes.swiglu or many or block_t > FEW_TOKENS[1] else 4
+    # Q4_K's steps of 128 inputs have registers for four, with up to 64 tokens (96 of a thread).
+    light = sizes.super_group > 0 and sizes.offsets and sizes.kind in PACKED and not sizes.swiglu
     small = sizes.group < TILE and block_t > FEW_TOKENS[1] and not scales
     spans = (TILE, 2 * TILE) if small else (2 * TILE, TILE)
     own_copies = sizes.swiglu and block_t > FEW_TOKENS[0]
@@ -234,7 +246,7 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
         by_half = sizes.swiglu and warpgroups > 1
         one = TiledConfig(block_t, span, warpgroups, 2, 1, by_half, own_copies, scales=scales)
         steps = sizes.inner // one.block_k
-        if warpgroups > most or steps == 0:
+        if warpgroups > (4 if light and span > TILE else most) or steps == 0:
             continue
         split_k = _split_k(sizes, steps)
         weights = sizes.halves * one.block_k // TILE * sizes.tile_bytes

@@ -35,6 +35,7 @@ from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
+from pallas_kernels.quantised_gemm.tiled.copies import copy_weights
 from pallas_kernels.quantised_gemm.tiled.integers import (
     COLUMNS,
     Factors,
@@ -57,7 +58,7 @@ from pallas_kernels.quantised_gemm.tiled.step import (
     Ref,
     Spec,
     Step,
-    copy_weights,
+    complete,
     divided,
     gmem_views,
     share,
@@ -327,7 +328,7 @@ def _accumulate(
 
     shape = (TILE, spec.config.block_t)
     init = [zeros(shape) for _ in range(spec.results)]
-    return lax.fori_loop(0, tile.num_steps, add, init)
+    return complete(spec, lax.fori_loop(0, tile.num_steps, add, init))
 
 
 def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copies) -> None:

@@ -109,13 +109,17 @@ def factors_at(w: Quantised, ids: jax.Array) -> tuple[jax.Array, jax.Array | Non
 
 def factor(words: jax.Array, byte: Any, *, signed: bool) -> jax.Array:  # float32[64]
     """A byte of words as float32, in a kernel; the number of the byte is an int32 scalar."""
-    shift = jnp.int32(24 - 8 * byte if signed else 8 * byte)
-    shift = lax.broadcast_in_dim(shift, words.shape, [])
     if signed:
-        words = lax.shift_right_arithmetic(lax.shift_left(words, shift), jnp.int32(24))
+        words = lax.shift_left(words, shift(words, 3 - byte))
+        words = lax.shift_right_arithmetic(words, jnp.int32(24))
     else:
-        words = lax.shift_right_logical(words, shift) & 0xFF
+        words = lax.shift_right_logical(words, shift(words, byte)) & 0xFF
     return words.astype(jnp.float32)
+
+
+def shift(words: jax.Array, byte: Any) -> jax.Array:  # int32[64]
+    """The bits below a byte of words."""
+    return lax.broadcast_in_dim(jnp.int32(8 * byte), words.shape, [])
 
 
 def half(words: jax.Array, index: int) -> jax.Array:  # float32[64]

@@ -6,7 +6,8 @@ by the tensor cores, then scaled in float32 and added to the result. An offset o
 the sum of the tokens' inputs, which is one more matmul, with ones. Scales of fp4 in bfloat16, those
 of MXFP4, are powers of 2: they multiply the operand, exactly, and steps add to one sum. Where a
 block of outputs shares a scale (fp8), it is a scalar that is read from global memory. Factors with
-supers are words of records (``records``), of which a step copies the values and all factors.
+supers are words of records (``records``), of which a step copies the values and all factors; how
+they multiply weights of more than eight tokens is in ``scaled_tiles``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.epilogues import swiglu_of_many, transposed, write_columns, write_rows
 from pallas_kernels.gemm.pipeline import Ring
 from pallas_kernels.lib.quantised import MIDDLE, Quantised
-from pallas_kernels.quantised_gemm.tiled import fragments, records
+from pallas_kernels.quantised_gemm.tiled import fragments, records, scaled_tiles
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
@@ -57,7 +58,24 @@ class Spec:
     @property
     def segment(self) -> int:
         """Inputs whose products are summed up before they are scaled."""
-        return self.config.segment(self.sizes.group)
+        if self.integer_scales:
+            return self.config.segment(self.sizes.super_group)
+        return self.config.span if self.by_tile else self.config.segment(self.sizes.group)
+
+    @property
+    def by_tile(self) -> bool:
+        """True if weights of records are scaled, a tile at a time."""
+        return self.config.scales and self.sizes.super_group > 0
+
+    @property
+    def integer_scales(self) -> bool:
+        """True if weights are multiplied by scales as integers, and products by supers."""
+        return self.by_tile and not self.sizes.offsets
+
+    @property
+    def weight_unit(self) -> float:
+        """The power of two by which all results are divided until their sum is complete."""
+        return scaled_tiles.UNIT if self.by_tile and self.sizes.offsets else 1.0
 
     @property
     def chunk(self) -> int:
@@ -141,73 +159,9 @@ def gmem_views(
     return values.reshape(*outer, sizes.inner // TILE, rows, ROW_BYTES), Parts(scales, *rest)
 
 
-def copy_weights(
-    spec: Spec,
-    gmem: Gmem,
-    scratch: Any,
-    where: tuple[Any, Any],  # the halves and tiles of outputs
-    step: jax.Array,
-    stage: jax.Array,
-    place: Any = slice(None),  # among the tiles of a stage
-) -> None:
-    """Issue the copies of a K step's weights and their factors."""
-    block_k, barrier = spec.config.block_k, scratch.barriers.at[stage]
-    if spec.sizes.super_group:
-        return _copy_records(spec, gmem, scratch, where, step, stage, place)
-    tiles = pl.ds(step * (block_k // TILE), block_k // TILE)
-    values = gmem.values.at[*where, tiles]
-    plgpu.copy_gmem_to_smem(values, scratch.values_smem.at[stage, place], barrier)
-    for part, smem in zip(gmem.parts, scratch.parts_smem, strict=True):
-        if smem is not None:
-            first = lax.div(step * block_k, jnp.int32(spec.sizes.group))  # group of the step
-            rows = part.at[*where, pl.ds(first, smem.shape[3])]
-            plgpu.copy_gmem_to_smem(rows, smem.at[stage, 0, place], barrier)
-
-
-def _copy_records(
-    spec: Spec,
-    gmem: Gmem,
-    scratch: Any,
-    where: tuple[Any, Any],
-    step: jax.Array,
-    stage: jax.Array,
-    place: Any,
-) -> None:
-    """See ``copy_weights``. A step of a part of a record copies all of its factors."""
-    block_k, super_group = spec.config.block_k, spec.sizes.super_group
-    values_smem, words_smem = scratch.values_smem, scratch.parts_smem.words
-    own = pl.ds(lax.div(step * block_k, jnp.int32(super_group)), words_smem.shape[2])
-    rows = values_smem.shape[3]
-    first = lax.rem(step, jnp.int32(spec.value_rows // rows)) * rows
-    pairs = (
-        (pl.ds(first, rows), values_smem),
-        (pl.ds(spec.value_rows, words_smem.shape[3]), words_smem),
-    )
-    for some, smem in pairs:
-        source = gmem.values.at[*where, own, some]
-        plgpu.copy_gmem_to_smem(source, smem.at[stage, place], scratch.barriers.at[stage])
-
-
 def input_sums(x: jax.Array, group: int) -> jax.Array:  # [T, K] to float32[K / group, T]
     """The sums of each token's inputs by group, which offsets multiply."""
     return x.astype(jnp.float32).reshape(len(x), -1, group).sum(axis=2).T
-
-
-def copy_sums(
-    spec: Spec,
-    sums: Ref,  # float32[groups, T], None without offsets
-    scratch: Any,
-    tokens: Any,  # a slice of T
-    step: jax.Array,
-    stage: jax.Array,
-) -> None:
-    """Issue the copy of a K step's sums of inputs, if there are any."""
-    if sums is None:
-        return
-    smem = scratch.sums_given_smem.at[stage]
-    first = lax.div(step * spec.config.block_k, jnp.int32(spec.sizes.group))
-    rows = sums.at[pl.ds(first, smem.shape[0]), tokens]
-    plgpu.copy_gmem_to_smem(rows, smem, scratch.barriers.at[stage])
 
 
 def zeros(shape: tuple[int, ...]) -> jax.Array:
@@ -256,7 +210,7 @@ class Step:
     @property
     def scales_weights(self) -> bool:
         """True if scales multiply weights, not sums."""
-        return self.are_powers or self.spec.config.scales
+        return self.are_powers or (self.spec.config.scales and not self.spec.integer_scales)
 
     @property
     def are_powers(self) -> bool:
@@ -333,24 +287,53 @@ class Step:
 
     def recorded_scale(
         self, result: int, segment: int
-    ) -> tuple[jax.Array, jax.Array | None]:  # float32[64] each
-        """``scale`` of records."""
-        sizes, rows, start = self.spec.sizes, self.spec.small_rows, segment * self.spec.segment
-        word = FACTORS_OF_WORD * sizes.group
+    ) -> tuple[jax.Array, jax.Array | None]:  # float32[64]
+        """``scale`` of records, whose offsets are integers (``integer_offsets``)."""
+        sizes, start = self.spec.sizes, segment * self.spec.segment
+        supers = self.supers(result, start)
+        if self.spec.integer_scales:
+            return records.half(supers, 0) * scaled_tiles.INTEGER_UNIT, None
+        large = records.half(supers, 0) * divisor(sizes.kind)
+        return self.byte(result, start, 0) * large, None
+
+    def recorded_tile(self, result: int, index: int) -> jax.Array:  # bfloat16[64, 64]
+        """A tile of records, scaled; see ``scaled_tiles``."""
+        sizes, start = self.spec.sizes, index * TILE
+        place = lax.div(self.first_input, jnp.int32(TILE)) + index
+        tile = self.tile_ref(self.half(result), place)
+
+        kinds = (0,) if self.spec.integer_scales else (0, self.spec.small_rows)
+        found = [self.word(result, start, first) for first in kinds]
+        words, byte = [words for words, _ in found], found[0][1]
+        if not isinstance(byte, int):
+            words = [lax.shift_right_logical(one, records.shift(one, byte)) for one in words]
+            byte = 0
+        groups, signed = range(byte, byte + max(1, TILE // sizes.group)), sizes.signed
+        if self.spec.integer_scales:
+            return scaled_tiles.times_integers(sizes.kind, tile, words[0], groups, signed=signed)
+        words.append(self.supers(result, start))
+        return scaled_tiles.times_floats(sizes.kind, tile, words, groups, signed=signed)
+
+    def supers(self, result: int, start: int) -> jax.Array:  # int32[64]
+        """The words of supers of an input of the span."""
+        length = self.spec.sizes.super_group
+        return self.words(result, start // length * length, -1, -1)
+
+    def byte(self, result: int, start: int, first: int) -> jax.Array:  # float32[64]
+        """A factor of an input of the span, whose kind begins in the row ``first``."""
+        return records.factor(*self.word(result, start, first), signed=self.spec.sizes.signed)
+
+    def word(self, result: int, start: int, first: int) -> tuple[jax.Array, Any]:  # int32[64]
+        """The words with this factor, and its byte in them."""
+        group = self.spec.sizes.group
+        word = FACTORS_OF_WORD * group
         if self.spec.config.span % word == 0:  # so the byte is known
             row, _ = divided(self.place_in_record(self.first_input)[1], FACTORS_OF_WORD)
-            row, byte = row + start // word, start // sizes.group % FACTORS_OF_WORD
+            row, byte = row + start // word, start // group % FACTORS_OF_WORD
         else:
-            _, group = self.place_in_record(self.first_input + start)
-            row, byte = divided(group, FACTORS_OF_WORD)
-
-        def small(first: int) -> jax.Array:
-            words = self.words(result, start // word * word, first, first + row)
-            return records.factor(words, byte, signed=self.spec.sizes.signed)
-
-        supers = self.words(result, start // sizes.super_group * sizes.super_group, -1, -1)
-        scale = small(0) * (records.half(supers, 0) * divisor(sizes.kind))
-        return scale, small(rows) * records.half(supers, 1) if sizes.offsets else None
+            _, number = self.place_in_record(self.first_input + start)
+            row, byte = divided(number, FACTORS_OF_WORD)
+        return self.words(result, start // word * word, first, first + row), byte
 
     def words(self, result: int, start: int, kind: int, row: Any) -> jax.Array:  # int32[64]
         """A row of words of factors, loaded once for all segments behind ``start`` that share it;
@@ -402,6 +385,9 @@ class Step:
         """
         for start in self.chunks(segment):
             index, column = divmod(start, TILE)
+            if self.spec.by_tile:
+                yield self.recorded_tile(result, index), self.tokens(start)
+                continue
             if self.spec.sizes.zeros:  # a tile may have several groups
                 tile = self.tile(result, index, self.zero(result, segment))
             else:
@@ -437,6 +423,16 @@ class Step:
         for start in self.chunks(segment):
             yield plgpu.layout_cast(ones, plgpu.Layout.WGMMA), self.tokens(start)
 
+    def integer_offsets(
+        self, result: int, segments: Iterable[int]
+    ) -> Iterator[tuple[jax.Array, Ref]]:
+        """The offsets of a super's groups, exact in bfloat16, as weights."""
+        for segment in segments:
+            offset = self.byte(result, segment * self.spec.segment, self.spec.small_rows)
+            offset = offset.astype(jnp.bfloat16)
+            for start in self.chunks(segment):
+                yield lax.broadcast_in_dim(offset, (TILE, self.spec.chunk), [0]), self.tokens(start)
+
     def chunks(self, segment: int) -> range:
         """The first inputs of a segment's chunks."""
         length = self.spec.segment
@@ -452,7 +448,8 @@ class Step:
     def add(self, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """The results so far, float32[64, block_t] each, and this step's products."""
         spec = self.spec
-        multiplied = spec.sizes.offsets and not spec.sums_given
+        nested = spec.sizes.super_group > 0 and spec.sizes.offsets
+        multiplied = spec.sizes.offsets and not spec.sums_given and not nested
         results, segments = range(spec.results), spec.config.span // spec.segment
         if self.scales_weights:
             tiles: dict[tuple[int, int], Any] = {}
@@ -463,13 +460,18 @@ class Step:
             return matmuls(whole, spec.config.block_t, totals)
         registers = (len(results) + multiplied) * spec.config.block_t // 2  # of a segment's sums
         batch = max(1, ACCUMULATOR_REGISTERS // registers)
+        if nested:
+            batch = min(batch, max(1, spec.sizes.super_group // spec.segment))
         for first in range(0, segments, batch):
             chosen = range(first, min(first + batch, segments))
             # Loaded before the matmuls' values: an arrival on a barrier does not wait for a load
             # right before it, which the next copy then overtook where the other warpgroup wrote
             # results (H100, prompts in int4 with groups of 128: scales of a later step).
             factors = [[self.scale(result, segment) for result in results] for segment in chosen]
-            if spec.sizes.offsets and spec.sums_given:
+            if nested:
+                start = first * spec.segment
+                minimum = [records.half(self.supers(result, start), 1) for result in results]
+            if spec.sums_given:
                 for segment, of_segment in zip(chosen, factors, strict=True):
                     offsets = [offset for _, offset in of_segment]
                     totals = _plus(totals, [self.given(segment)] * len(results), offsets)
@@ -478,6 +480,8 @@ class Step:
             for segment in chosen:
                 sums += [self.weights(tiles, result, segment) for result in results]
                 sums += [self.ones(segment)] * multiplied
+            if nested:
+                sums += [self.integer_offsets(result, chosen) for result in results]
             found = iter(matmuls(sums, spec.config.block_t))
             for of_segment in factors:
                 products = [next(found) for _ in results]
@@ -485,6 +489,8 @@ class Step:
                 if multiplied:
                     inputs = [next(found)] * len(results)
                     totals = _plus(totals, inputs, [offset for _, offset in of_segment])
+            if nested:
+                totals = _plus(totals, [next(found) for _ in results], minimum)
         return totals
 
 
@@ -506,7 +512,13 @@ def accumulate(
         return totals
 
     init = [zeros((TILE, spec.config.block_t)) for _ in range(spec.results)]
-    return lax.fori_loop(0, num_steps, add, init)
+    return complete(spec, lax.fori_loop(0, num_steps, add, init))
+
+
+def complete(spec: Spec, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The results of complete sums, which are divided by ``Spec.weight_unit``."""
+    unit = spec.weight_unit
+    return totals if unit == 1.0 else [total * unit for total in totals]
 
 
 def share(totals: Sequence[jax.Array], at: Callable[[int], Ref], barrier: Ref) -> None:

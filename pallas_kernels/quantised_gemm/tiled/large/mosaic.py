@@ -24,6 +24,7 @@ from pallas_kernels.gemm.tiles import Tile, TileGrid
 from pallas_kernels.lib.pdl import launch_dependents
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
+from pallas_kernels.quantised_gemm.tiled.copies import copy_sums, copy_weights
 from pallas_kernels.quantised_gemm.tiled.large.launch import (
     PAIR,
     LargeConfig,
@@ -38,8 +39,6 @@ from pallas_kernels.quantised_gemm.tiled.step import (
     Spec,
     Step,
     accumulate,
-    copy_sums,
-    copy_weights,
     gmem_views,
     input_sums,
     write,
