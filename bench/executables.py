@@ -59,7 +59,8 @@ def program_of(folder: Path, quantization: str | None = None) -> Program:
     _, model = model_of(source, config, jax.default_backend())
     state = model.state
     kept = {"has_slot_state": state.bytes_per_slot > 0, "align": state.align}
-    limits = limits_of(config, MAX_MODEL_LEN, state.groups, **kept)
+    platform = jax.default_backend()
+    limits = limits_of(config, MAX_MODEL_LEN, state.groups, platform=platform, **kept)
     return Program(
         model, msgspec.structs.replace(limits, num_pages=(NUM_PAGES,) * len(limits.num_pages))
     )

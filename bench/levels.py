@@ -177,7 +177,7 @@ def _request(name: str, number: int, level: Level, output_len: int | None = None
 def gpu_limits(max_num_mixed_tokens: int | None) -> Limits:
     """A GPU's default sizes; ``max_num_mixed_tokens`` replaces the default if it is set."""
     config = EngineConfig(max_num_mixed_tokens=max_num_mixed_tokens)
-    limits = limits_of(with_device_defaults(config, "gpu"), MAX_MODEL_LEN)
+    limits = limits_of(with_device_defaults(config, "gpu"), MAX_MODEL_LEN, platform="gpu")
     return structs.replace(limits, num_pages=(NUM_PAGES,) * len(limits.num_pages))
 
 

@@ -97,8 +97,8 @@ def test_every_index_of_a_batch_is_in_range(
 def test_only_rows_of_an_engine_with_snapshots_have_state_rows(bucket: Bucket) -> None:
     groups = (GroupTable(MAX_PAGES, PageGroup()),)
     plain, own = (BatchLayout(bucket, groups, SLOTS, PAGE_SIZE, has) for has in (False, True))
-    assert plain.sizes().state_rows == 0
-    assert own.sizes().state_rows > 0 and own.size > plain.size
+    assert plain.sizes().state_rows == plain.sizes().kept_rows == 0
+    assert own.sizes().state_rows + own.sizes().kept_rows > 0 and own.size > plain.size
     flat = jnp.asarray(pack(StepPlan(0, bucket, (), (), ()), plain))
     slots = init_slots(SLOTS, MAX_PAGES * PAGE_SIZE, jax.ShapeDtypeStruct((0,), jnp.float32))
     rows = unpack(flat, plain, slots).rows

@@ -152,6 +152,19 @@ def test_the_first_buckets_of_a_gpu_hold_every_step(model: str) -> None:
     assert first_buckets(of_cpu) == of_cpu.limits.buckets
 
 
+@pytest.mark.parametrize("seqs", [1, 2, 3, 6, 50, 221, 255, 300])
+def test_rows_before_those_of_prompts_are_aligned_on_a_gpu(seqs: int) -> None:
+    """A kernel of prompts gets the address of their part of an int32 array: ``exec.step.batch``."""
+    for settings in ({}, {"mixed_bucket_start": 6}):
+        limits = default_limits("gpu", max_num_seqs=seqs, **settings)
+        mixed = [b.num_decodes for b in limits.buckets if b.num_decodes and b.num_prefills]
+        assert not any(rows * 4 % 16 for rows in mixed) and bool(mixed) == (seqs > 1)
+        program = Program(tiny_model("llama")[0], replace(limits, num_pages=(9,)), platform="gpu")
+        assert initial_state(program.limits, first_buckets(program)).num_slots >= min(seqs, 256)
+        odd = default_limits("cpu", max_num_seqs=seqs, **settings)
+        assert seqs % 4 == 0 or {seqs} <= {b.num_decodes for b in odd.buckets}
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("scored", [(), (0,), (3,), range(1024)], ids=["none", "1st", "4th", "all"])
 def test_every_planned_step_has_a_bucket(platform: str, scored: Collection[int]) -> None:

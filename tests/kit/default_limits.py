@@ -26,5 +26,5 @@ def default_limits(
 ) -> Limits:
     """The limits of a platform by configs/engine, with its real bucket table."""
     config = with_device_defaults(EngineConfig(**settings), platform)
-    limits = limits_of(config, max_model_len, groups)
+    limits = limits_of(config, max_model_len, groups, platform=platform)
     return replace(limits, num_pages=split_pages(limits, num_pages))

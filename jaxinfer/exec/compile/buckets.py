@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from jaxinfer.core.shapes import cdiv, ladder
+from jaxinfer.core.shapes import cdiv, ladder, round_up
 from jaxinfer.core.step import Bucket, choices
 
 TOKENS_PER_PREFILL_ROW = 16  # a bucket has one prefill row for each 16 of its prefill tokens
 # Up to this many rows the head's GEMM takes as long as for one. Further prefill rows are added for
 # twice as many tokens each.
 CHEAP_HEAD_ROWS = 64
+# On a GPU the decode rows of mixed buckets are a multiple of this: kernels get the parts of int32
+# arrays that belong to the prompts after them, at addresses that have to be multiples of 16 bytes.
+GPU_ROWS = 8
 MIXED_TOKENS_PER_ROW = 4  # fewest prefill tokens of a mixed bucket for each of its decode rows
 
 
@@ -25,6 +28,7 @@ def bucket_table(
     prefill_factor: int,
     mixed_start: int,
     max_num_mixed_tokens: int | None = None,
+    mixed_multiple: int = 1,
     query_tokens: int = 1,
     variants: Sequence[str] = (),
     pools: bool = False,
@@ -36,12 +40,13 @@ def bucket_table(
     ``max_num_batched_tokens``. They have a row for every 16 tokens, beyond 64 rows for every 32, as
     logits are computed for every row, used or not; many short prompts do not fill a bucket.
 
-    Mixed buckets have ``mixed_start`` decode rows or one of its doubles, and at most
-    ``max_num_mixed_tokens`` prefill tokens (None: no further limit), as all decode rows wait for
-    them. They have at least 4 tokens for each decode row: with more rows, fewer tokens hardly
-    shorten the step. The largest chunk of each number of rows is an exception: it exists for every
-    number. If the rows are more than a quarter of its tokens, it has one token less for every two
-    more rows, down to half of ``max_num_mixed_tokens``, as all those rows wait for it.
+    Mixed buckets have ``mixed_start`` decode rows or one of its doubles, rounded up to a multiple
+    of ``mixed_multiple``, and at most ``max_num_mixed_tokens`` prefill tokens (None: no further
+    limit), as all decode rows wait for them. They have at least 4 tokens for each decode row: with
+    more rows, fewer tokens hardly shorten the step. The largest chunk of each number of rows is an
+    exception: it exists for every number. If the rows are more than a quarter of its tokens, it has
+    one token less for every two more rows, down to half of ``max_num_mixed_tokens``, as all those
+    rows wait for it.
 
     Mixed buckets score. With one sequence there are none, and the largest prefill bucket of at most
     ``max_num_mixed_tokens`` scores.
@@ -55,6 +60,7 @@ def bucket_table(
     max_mixed = min(max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens)
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
     mixed_rows = ladder(mixed_start, max_num_seqs, 2) if max_num_seqs > 1 else ()
+    mixed_rows = tuple(dict.fromkeys(round_up(rows, mixed_multiple) for rows in mixed_rows))
     shapes = [
         *((rows, 0) for rows in dict.fromkeys((1, *ladder(decode_start, max_num_seqs, 2)))),
         *((0, chunk) for chunk in chunks),

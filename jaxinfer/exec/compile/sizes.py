@@ -16,7 +16,7 @@ from jaxinfer.core.limits import Limits
 from jaxinfer.core.points import Point
 from jaxinfer.core.step import TAPS, PageGroup
 from jaxinfer.core.structured import FormLimits
-from jaxinfer.exec.compile.buckets import bucket_table
+from jaxinfer.exec.compile.buckets import GPU_ROWS, bucket_table
 from jaxinfer.exec.compile.memory_plan import (
     DeviceMemory,
     fitting_seqs,
@@ -57,12 +57,13 @@ def resolve(
     """
     if given.max_num_mixed_tokens is None:
         config = replace(config, max_num_mixed_tokens=_mixed_tokens(config, model))
-    limits, chosen = _limits(config, model), given.max_num_seqs is not None
-    program = Program(model, limits, placement.platform, pins, placement)
+    platform, chosen = placement.platform, given.max_num_seqs is not None
+    limits = _limits(config, model, platform)
+    program = Program(model, limits, platform, pins, placement)
     fitting, note = _fitting_seqs(config, program, device, chosen=chosen)
     if fitting != limits.max_num_seqs:
         config = replace(config, max_num_seqs=fitting)
-        program = replace(program, limits=_limits(config, model))
+        program = replace(program, limits=_limits(config, model, platform))
     limits = _with_pages(config, program, device)
     return Sizes(config, limits, tuple(filter(None, (note, _unused_pages(config, limits)))))
 
@@ -140,7 +141,7 @@ def _unused_pages(config: EngineConfig, limits: Limits) -> str:
     )
 
 
-def _limits(config: EngineConfig, model: Model) -> Limits:
+def _limits(config: EngineConfig, model: Model, platform: str) -> Limits:
     """The limits for a model, without pages."""
     if config.num_snapshots is not None and not model.state.bytes_per_slot:
         raise ConfigError(
@@ -164,6 +165,7 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
         replace(config, page_size=_page_size(config, model)),
         _context(config, model),
         state.groups,
+        platform=platform,
         has_slot_state=state.bytes_per_slot > 0,
         align=state.align,
         points=points_named(names, model.config),
@@ -196,6 +198,7 @@ def limits_of(
     max_model_len: int,
     groups: tuple[PageGroup, ...] = (PageGroup(),),
     *,
+    platform: str = "cpu",
     has_slot_state: bool = False,
     align: int = 1,
     points: tuple[Point, ...] = (),
@@ -227,6 +230,7 @@ def limits_of(
             prefill_factor=prefill_factor,
             mixed_start=mixed_start,
             max_num_mixed_tokens=config.max_num_mixed_tokens,
+            mixed_multiple=1 if platform == "cpu" else GPU_ROWS,
             variants=(TAPS,) if points else (),
             pools=config.pooling is not None,
         ),

@@ -29,18 +29,23 @@ def first_buckets(program: Program) -> tuple[Bucket, ...]:
     decode = [b for b in buckets if not b.num_prefills]
     # an engine that pools has only prompts, and its largest bucket holds every step
     scoring = [b for b in buckets if b.scores or program.limits.pooling]
-    enough = (b.num_decodes for b in decode if b.num_decodes >= FIRST_ROWS)
-    most = min(enough, default=program.limits.max_num_seqs)
     needed = {
-        max(
-            (b for b in kind if b.variants == variants and b.num_decodes <= most),
-            key=lambda b: (b.num_decodes, b.num_tokens),
-        )
+        _first(b for b in kind if b.variants == variants)
         for kind in (decode, scoring)
         for variants in {b.variants for b in kind}
     }
     tuned = AUTOTUNED_ROWS if _autotunes(program) else 1
     return tuple(b for b in buckets if b in needed or (b in decode and b.num_seqs <= tuned))
+
+
+def _first(buckets: Iterable[Bucket]) -> Bucket:
+    """The one with the fewest rows of ``FIRST_ROWS`` or more, else with the most; of these, the
+    one with the most tokens.
+    """
+    found = tuple(buckets)
+    most = max(bucket.num_decodes for bucket in found)
+    rows = min((b.num_decodes for b in found if b.num_decodes >= FIRST_ROWS), default=most)
+    return max((b for b in found if b.num_decodes == rows), key=lambda bucket: bucket.num_tokens)
 
 
 def _autotunes(program: Program) -> bool:

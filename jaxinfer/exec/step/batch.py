@@ -21,12 +21,13 @@ from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv, round_up
 from jaxinfer.core.step import TAPS, Bucket, PageGroup, StepPlan
 from jaxinfer.exec.step.slots import NUM_SETTINGS, SlotState
-from jaxinfer.exec.step.state_rows import pack_state_rows, section_length, with_state_rows
+from jaxinfer.exec.step.state_rows import NUM_STATE_ROWS, pack_state_rows, with_state_rows
 from jaxinfer.nn.context import Pages, Rows
 
 # int32 values, 256 bytes: XLA passes the address of a section to a kernel, and kernels are compiled
 # for addresses that are multiples of 16 bytes (Triton) or 256 (Mosaic); others are an
-# INVALID_ARGUMENT. Rows of page tables are padded too, as a kernel may get a part of them.
+# INVALID_ARGUMENT. Rows of page tables are padded too, as a kernel may get a part of them. Where it
+# gets the rows of prompts, those before them are a multiple of ``compile.buckets.GPU_ROWS``.
 ALIGN = 64
 NO_PLACE = (0, 0, 0)  # tokens are not published, masks not read: see ``pallas_kernels.publish``
 MASK_PLACE = slice(ALIGN, ALIGN + len(NO_PLACE))  # ``Fields.mask_place``, the second section
@@ -84,7 +85,8 @@ class Fields[A](NamedTuple):
     token_ids: A  # [Tp]
     query_lens: A  # [D]: tokens of each decode row; empty if they have one
     steered: A  # [B]: whether the row is steered; empty if the bucket does not tap
-    state_rows: A  # [R * NUM_STATE_ROWS + D]: see ``state_rows``; empty without snapshots
+    state_rows: A  # [R * NUM_STATE_ROWS]: see ``state_rows``; empty without snapshots
+    kept_rows: A  # [D]: where states of decode rows are saved, likewise
     first_pages: A  # [B] for each group with a window: the number of the first page in its table
     page_tables: A  # [B * M] for each group
 
@@ -147,7 +149,8 @@ class BatchLayout:
             token_ids=tp,
             query_lens=self.bucket.num_decodes if self.bucket.query_tokens > 1 else 0,
             steered=b if TAPS in self.bucket.variants else 0,
-            state_rows=section_length(self.bucket) if self.has_snapshots else 0,
+            state_rows=self.bucket.num_prefills * NUM_STATE_ROWS if self.has_snapshots else 0,
+            kept_rows=self.bucket.num_decodes if self.has_snapshots else 0,
             first_pages=b * len(self.windowed),
             page_tables=b * sum(own.width for own in self.groups),
         )
@@ -223,8 +226,8 @@ def pack(
         wire.steered[: len(plan.decodes)] = steered[: len(plan.decodes)]
         prefills = steered[len(plan.decodes) :]
         wire.steered[bucket.num_decodes : bucket.num_decodes + len(prefills)] = prefills
-    if wire.state_rows.size:
-        pack_state_rows(wire.state_rows, plan, layout.sink_slot)
+    if layout.has_snapshots:
+        pack_state_rows(wire.state_rows, wire.kept_rows, plan, layout.sink_slot)
     start = 0
     for index, row in enumerate(plan.prefills):
         end = start + row.num_scheduled_tokens
@@ -304,7 +307,7 @@ def unpack(
         query_starts = jnp.concatenate((jnp.arange(d, dtype=jnp.int32) * q, d * q + starts))
     step_rows = Rows(rows, real, wire.seq_slots, begins, last, query_starts)
     if layout.has_snapshots:
-        step_rows = with_state_rows(step_rows, wire.state_rows, d)
+        step_rows = with_state_rows(step_rows, wire.state_rows, wire.kept_rows)
     return DeviceBatch(
         token_ids=token_ids,
         positions=positions,

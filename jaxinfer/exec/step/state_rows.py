@@ -2,9 +2,9 @@
 
 For a model with state for each sequence whose engine has snapshots (``sched.snapshots``). Each
 prefill row has ``NUM_STATE_ROWS`` integers: the state row that it reads, the tokens after which it
-saves, and the state rows of these. Each decode row has one: where its state goes besides its slot,
-or its slot. Rows of snapshots follow those of slots and of the padding sink. Every row also stores
-its last state in its slot, which is another section of the batch.
+saves, and the state rows of these. Each decode row has one, in a section of its own: where its
+state goes besides its slot, or its slot. Rows of snapshots follow those of slots and of the padding
+sink. Every row also stores its last state in its slot, which is another section of the batch.
 """
 
 from __future__ import annotations
@@ -13,25 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.core.step import MAX_SAVES, Bucket, StepPlan
+from jaxinfer.core.step import MAX_SAVES, StepPlan
 from jaxinfer.nn.context import Rows, Saves
 
 NUM_STATE_ROWS = 1 + 2 * MAX_SAVES
 
 
-def section_length(bucket: Bucket) -> int:
-    """The length of the section."""
-    return bucket.num_prefills * NUM_STATE_ROWS + bucket.num_decodes
-
-
 def pack_state_rows(
-    section: np.ndarray,  # int32[R * NUM_STATE_ROWS + D], zeros
+    section: np.ndarray,  # int32[R * NUM_STATE_ROWS], zeros
+    kept: np.ndarray,  # int32[D]
     plan: StepPlan,
     sink: int,
 ) -> None:
     """Write the state rows of a plan; padding reads and writes the sink."""
-    kept = section[len(section) - plan.bucket.num_decodes :]
-    table = section[: len(section) - len(kept)].reshape(-1, NUM_STATE_ROWS)
+    table = section.reshape(-1, NUM_STATE_ROWS)
     first = sink + 1
     table[:, 0] = table[:, 1 + MAX_SAVES :] = kept[:] = sink
     for index, row in enumerate(plan.decodes):
@@ -44,16 +39,16 @@ def pack_state_rows(
 
 def with_state_rows(
     rows: Rows,
-    section: jax.Array,  # int32[R * NUM_STATE_ROWS + D]
-    num_decodes: int,  # D
+    section: jax.Array,  # int32[R * NUM_STATE_ROWS]
+    kept: jax.Array,  # int32[D]
 ) -> Rows:
     """``rows`` with what they read and save; decode rows read their slots."""
-    if num_decodes:
-        rows = rows._replace(keeps=section[len(section) - num_decodes :])
-    table = section[: len(section) - num_decodes].reshape(-1, NUM_STATE_ROWS)
+    if len(kept):
+        rows = rows._replace(keeps=kept)
+    table = section.reshape(-1, NUM_STATE_ROWS)
     if not len(table):
         return rows
     return rows._replace(
-        reads=jnp.concatenate((rows.slots[:num_decodes], table[:, 0])),
+        reads=jnp.concatenate((rows.slots[: len(kept)], table[:, 0])),
         saves=Saves(table[:, 1 : 1 + MAX_SAVES], table[:, 1 + MAX_SAVES :]),
     )
