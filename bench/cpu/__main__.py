@@ -3,13 +3,14 @@
 Run from the repository root:
 
     .venv/bin/python -m bench.cpu [--transformers-python PATH] [--llama-cpp-python PATH] \
-        [--repeats N] [--output FILE]
+        [--vllm-python PATH --vllm-model FOLDER] [--repeats N] [--output FILE]
 
 A peer runs in the interpreter that has its packages, by default this one; a peer that is not
-installed is reported as such. All engines get the same prompt tokens and as many threads as there
-are cores. All decode greedily beyond any end-of-sequence token; our own time includes detokenizing.
-Writes bench/results/local/cpu.json, which git ignores; the committed numbers are in
-bench/results/cpu.
+installed is reported as such. vLLM reads no GGUF: its FOLDER is the model in Hugging Face's form
+(`jaxinfer export MODEL FOLDER --weights`). All engines get the same prompt tokens and as many
+threads as there are cores, of which vLLM reserves one. All decode greedily beyond any
+end-of-sequence token; our own time includes detokenizing. Writes bench/results/local/cpu.json,
+which git ignores, first with the comparison alone; the committed numbers are in bench/results/cpu.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights import wheel
 from jaxinfer.weights.catalog import find_model
 
-PEERS = {"transformers": "transformers_peer.py", "llama.cpp": "llama_cpp_peer.py"}
+PEERS = {
+    "transformers": "transformers_peer.py",
+    "llama.cpp": "llama_cpp_peer.py",
+    "vLLM": "vllm_peer.py",
+}
 BATCHES = (1, 4, 8, 16)
 OVERHEAD_BATCHES = (1, 4, 8)  # an engine has eight slots on a CPU unless it is told otherwise
 PROMPT_TOKENS = 64
@@ -93,13 +98,16 @@ def make_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def start_peers(
-    stack: ExitStack, interpreters: dict[str, str], gguf: Path
+    stack: ExitStack, interpreters: dict[str, str], models: dict[str, Path | None]
 ) -> tuple[dict[str, PeerProcess], dict[str, str]]:
     """The peers that start, and the reasons why others do not."""
     peers: dict[str, PeerProcess] = {}
     unavailable: dict[str, str] = {}
     for name, script in PEERS.items():
-        arguments = (os.fspath(gguf), str(os.cpu_count()))
+        if (model := models[name]) is None:
+            unavailable[name] = "has no model; give --vllm-model"
+            continue
+        arguments = (os.fspath(model), str(os.cpu_count()))
         try:
             peer = PeerProcess(interpreters[name], BENCH / "peers" / script, *arguments)
         except PeerUnavailable as error:
@@ -118,6 +126,8 @@ def main() -> None:
     )
     parser.add_argument("--transformers-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--llama-cpp-python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--vllm-python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--vllm-model", type=Path, metavar="FOLDER", help="the model, for vLLM")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a known model or a GGUF file")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=BENCH / "results" / "local" / "cpu.json")
@@ -125,23 +135,21 @@ def main() -> None:
     interpreters = {
         "transformers": options.transformers_python,
         "llama.cpp": options.llama_cpp_python,
+        "vLLM": options.vllm_python,
     }
     load_before = os.getloadavg()
     gguf = find_gguf(options.model)
     ours = Ours(gguf)
     prompts = make_prompts(ours.llm.get_tokenizer())
+    models = {"transformers": gguf, "llama.cpp": gguf, "vLLM": options.vllm_model}
     with ExitStack() as stack:
-        peers, unavailable = start_peers(stack, interpreters, gguf)
+        peers, unavailable = start_peers(stack, interpreters, models)
         calls = {OURS: ours.run, **{name: peer.run for name, peer in peers.items()}}
         results = measure(
             calls, prompts, batches=BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
         )
-    del ours, calls  # its memory is needed for the next engine
-    steps, splits = measure_overhead(
-        gguf, prompts, batches=OVERHEAD_BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
-    )
     facts = circumstances("jaxinfer", "pallas_kernels", "bench")
-    rows = throughput_rows(results) + overhead_rows(steps, splits)
+    rows = throughput_rows(results)
     report = {
         **facts,
         "versions": dict(ChainMap(facts["versions"], *(p.versions for p in peers.values()))),
@@ -155,8 +163,14 @@ def main() -> None:
     }
     write_report(options.output, report)
     print(f"{facts['host']}, {facts['cores']} cores, load {load_before[0]:.1f} before the run")
-    tables = throughput_table(rows, tuple(PEERS), BATCHES, unavailable)
-    print("\n".join([*tables, "", *overhead_table(rows, OVERHEAD_BATCHES)]))
+    print("\n".join(throughput_table(rows, tuple(PEERS), BATCHES, unavailable)), flush=True)
+    del ours, calls  # its memory is needed for the next engine
+    steps, splits = measure_overhead(
+        gguf, prompts, batches=OVERHEAD_BATCHES, num_tokens=NEW_TOKENS, repeats=options.repeats
+    )
+    rows += overhead_rows(steps, splits)
+    write_report(options.output, report)
+    print("\n".join(["", *overhead_table(rows, OVERHEAD_BATCHES)]))
     print(f"wrote {options.output}")
 
 

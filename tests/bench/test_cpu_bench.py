@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from bench.cpu import __main__ as cpu_bench
 from bench.cpu.report import (
     OURS,
     overhead_rows,
@@ -73,6 +78,32 @@ def test_a_peer_that_does_not_start_reports_the_reason(how: str, message: str) -
 def test_an_absent_interpreter_is_not_installed(tmp_path: Path) -> None:
     with pytest.raises(PeerUnavailable, match="not installed"):
         PeerProcess(str(tmp_path / "python"), FAKE)
+
+
+def test_the_comparison_outlives_a_failure_of_the_overhead_and_peers_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no overhead")
+
+    ours: Any = Scripted(OURS, 10, [])
+    ours.llm = SimpleNamespace(
+        get_tokenizer=lambda: SimpleNamespace(encode=lambda text: list(text.encode()))
+    )
+    monkeypatch.setattr(cpu_bench, "Ours", lambda gguf: ours)
+    monkeypatch.setattr(cpu_bench, "measure_overhead", fails)
+    path, absent = tmp_path / "cpu.json", str(tmp_path / "python")
+    words = [f"--{name}-python={absent}" for name in ("transformers", "llama-cpp", "vllm")]
+    for more in ([], ["--vllm-model=folder"]):
+        words += [f"--output={path}", "--model=model.gguf", "--repeats=1", *more]
+        monkeypatch.setattr(sys, "argv", ["cpu", *words])
+        with pytest.raises(RuntimeError, match="no overhead"):
+            cpu_bench.main()
+        report = json.loads(path.read_text())
+        assert {row["peer"] for row in report["rows"]} == {OURS}
+        assert "vLLM" in capsys.readouterr().out
+        reason = f"not installed.*{absent}" if more else "has no model; give --vllm-model"
+        assert re.search(reason, report["unavailable"]["vLLM"])
 
 
 def test_engines_run_in_turns() -> None:
