@@ -177,6 +177,27 @@ VISION = merged(TOWER, patch_size=2, num_position_embeddings=4)
 EXAONE_VISION = merged(TOWER, num_key_value_heads=2, fullatt_block_indexes=[0])
 ENCODER = merged(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
 PIXTRAL = merged(ENCODER, model_type="pixtral", patch_size=2, image_size=4)
+SAM = merged(
+    hidden_size=8,
+    output_channels=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=64,
+    patch_size=16,
+    global_attn_indexes=[0],
+    mlp_dim=8,
+    downsample_channels=[8, 8],
+)
+MLLAMA_VISION = merged(
+    hidden_size=16,
+    attention_heads=2,
+    vision_output_dim=96,
+    image_size=28,
+    num_hidden_layers=1,
+    num_global_layers=1,
+    intermediate_layers_indices=[0],
+    intermediate_size=8,
+)
 CLIP = merged(ENCODER, model_type="clip_vision_model", patch_size=4, image_size=8)
 GEMMA4_VISION = merged(
     ENCODER, num_attention_heads=1, num_key_value_heads=1, head_dim=8, position_embedding_size=4
@@ -669,6 +690,29 @@ CASES = {
     "diffllama": case("diffllama", SIZES, num_attention_heads=8, num_key_value_heads=4, head_dim=8,
         attention_bias=True, rope_parameters=LINEAR_ROPE),
     "diffllama_pair": case("diffllama", SIZES, tie_word_embeddings=True),
+    "aria": case("aria", text_config=merged(SIZES, intermediate_size=24, moe_num_experts=5,
+        attention_bias=True), vision_config=merged(ENCODER, image_size=8, patch_size=4)),
+    "mllama": case("mllama", text_config=merged(SIZES, num_hidden_layers=4,
+        cross_attention_layers=[1], bos_token_id=1, eos_token_id=2, pad_token_id=0),
+        vision_config=MLLAMA_VISION),
+    "paddleocr_vl": case("paddleocr_vl", text_config=merged(BARE, head_dim=16, use_bias=True,
+        rope_parameters=merged(QWEN2_VL_ROPE, mrope_section=[4, 2, 2])),
+        vision_config=merged(ENCODER, patch_size=2, image_size=8)),
+    "deepseek_ocr2": case("deepseek_ocr2", text_config=merged(BARE, num_hidden_layers=3,
+        moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1,
+        mlp_layer_types=kinds("ede"), attention_bias=True, n_group=4, topk_group=2,
+        topk_method="group_limited_greedy", routed_scaling_factor=1.5),
+        vision_config=merged(sam_config=SAM, encoder_config=merged(ENCODER, vocab_size=8))),
+    "paligemma": case("paligemma", text_config=merged(SIZES, model_type="gemma", head_dim=16),
+        vision_config=merged(CLIP, model_type="siglip_vision_model"), projection_dim=32),
+    "smolvlm": case("smolvlm", text_config=merged(SIZES, NO_TOKENS, model_type="llama"),
+        vision_config=merged(ENCODER, image_size=8, patch_size=4)),
+    "qwen3_vl_moe": case("qwen3_vl_moe", text_config=merged(SIZES, EXPERTS, head_dim=16,
+        moe_intermediate_size=24, rope_parameters=merged(QWEN2_VL_ROPE, mrope_interleaved=True,
+        mrope_section=[4, 2, 2])), vision_config=merged(VISION, deepstack_visual_indexes=[0])),
+    "openai_gpt": case("openai-gpt", GPT2, n_layer=3),
+    "gpt_neox_japanese": case("gpt_neox_japanese", without(WITHOUT_KV, "intermediate_size"),
+        NO_TOKENS, intermediate_multiple_size=2, rope_parameters=HALF_ROTARY),
     # in two chunks
     "minimax": case("minimax", SIZES, MINIMAX_FACTORS, num_hidden_layers=3, intermediate_size=24,
         layer_types=kinds("lfl"), num_local_experts=5, head_dim=16, block_size=32),

@@ -65,6 +65,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "olmo_hybrid": 1,
     "olmo_hybrid_rope": 1,
 }
+HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight")
 FREE_STEPS = (0.0, float("inf"))
 RECURRENT = {"linear_attention", "conv"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
@@ -76,7 +77,8 @@ ZERO_CENTRED = (
 # published files have other names
 RENAMED = (
     *("gpt_neox", "gpt_neox_sequential", "nemotron_h", "llava", "qwen2_5_vl", "qwen3_vl"),
-    *("gemma3_multimodal", "glm4v", "mistral4", "exaone"),
+    *("gemma3_multimodal", "glm4v", "mistral4", "exaone", "aria", "mllama", "paddleocr_vl"),
+    *("paligemma", "smolvlm"),
 )
 # published files stack the tensors of experts
 STACKED = ("qwen3_5_moe_multimodal", "llama4", "llama4_plain", "llama4_chunks")
@@ -201,11 +203,11 @@ def make(name: str, config: PreTrainedConfig) -> None:
     for _ in range(GENERATED):
         best = model(sequence).logits[:, -1].argmax(-1, keepdim=True)
         sequence = torch.cat([sequence, best], dim=1)
-    tied = config.tie_word_embeddings
+    tied = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     weights = {
         f"weights/{key}": tensor.contiguous()
         for key, tensor in published(name, model).items()
-        if not (tied and key in ("lm_head.weight", "output_projection.weight"))
+        if not (tied and key in HEADS)
     }
     outputs = {
         "token_ids": token_ids.int(),

@@ -128,6 +128,12 @@ CASES = (
     "mimo_v2_flash",
     "longcat_flash",
     "diffllama_pair",
+    "aria",
+    "mllama",
+    "paddleocr_vl",
+    "deepseek_ocr2",
+    "openai_gpt",
+    "gpt_neox_japanese",
 )
 
 # where transformers has the outputs of the layers and not their inputs

@@ -1071,6 +1071,50 @@ CONFIGS = MappingProxyType(
             "layernorm_linear_attention_alpha": 1.3,
             "layernorm_mlp_beta": 0.7,
         },
+        "aria": {
+            **_DECODER,
+            "architectures": ["AriaTextForCausalLM", "AriaForConditionalGeneration"],
+            "moe_num_experts": 5,
+            "moe_topk": 2,
+            "moe_num_shared_experts": 1,
+        },
+        "emu3": {
+            **_DECODER,
+            "architectures": ["Emu3ForCausalLM", "Emu3ForConditionalGeneration"],
+        },
+        "mllama": {
+            **_DECODER,
+            "architectures": ["MllamaForCausalLM", "MllamaForConditionalGeneration"],
+            "cross_attention_layers": [1],
+            "num_hidden_layers": 3,
+        },
+        "paddleocr_vl": {
+            **_DECODER,
+            "architectures": ["PaddleOCRVLForConditionalGeneration"],
+            "head_dim": 16,
+            "use_bias": True,
+        },
+        "deepseek_ocr2": {
+            **_DECODER,
+            "architectures": ["DeepseekOcr2ForConditionalGeneration"],
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        "phi4_multimodal": {
+            **_DECODER,
+            "architectures": ["Phi4MultimodalForCausalLM"],
+        },
+        "openai_gpt": {**_GPT2, "architectures": ["OpenAIGPTLMHeadModel"]},
+        "gpt_neox_japanese": {
+            **{key: _DECODER[key] for key in _OPT},
+            "architectures": ["GPTNeoXJapaneseForCausalLM"],
+            "intermediate_multiple_size": 2,
+            "layer_norm_eps": 1e-5,
+            "rotary_pct": 0.5,
+        },
         "olmo_hybrid": {
             **_DECODER,
             "architectures": ["OlmoHybridForCausalLM"],
@@ -1143,6 +1187,8 @@ LIKE_OTHERS = (
     ),
     *("gpt_neo", "codegen", "stablelm_12b", "vaultgemma", "hyperclovax", "granite_swa", "biogpt"),
     *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint", "doge"),
+    *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
+    *("gpt_neox_japanese",),
 )
 OF_EACH_KIND = (
     "qwen3",

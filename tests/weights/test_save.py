@@ -65,6 +65,8 @@ def test_a_saved_model_is_loaded_bit_for_bit(name: str, dtype: str, tmp_path: Pa
     if m.model.family.stacked_experts:  # published files have them so
         assert not any(re.search(r"experts\.\d+\.", key) for key in saved)
         saved = unstacked(saved)
+    if name == "mllama":  # tokens of images have no rows
+        tensors["model.embed_tokens.weight"][-8:] = 0.0
     assert saved.keys() == tensors.keys()
     for key, tensor in tensors.items():
         if dtype == "float32" and "norm" not in key:
