@@ -166,6 +166,7 @@ _MODULES = (
     ("PaddleOCRVLForConditionalGeneration", "jaxinfer.models.paddleocr_vl"),
     ("DeepseekOcr2ForConditionalGeneration", "jaxinfer.models.deepseek_ocr2"),
     ("Phi4MultimodalForCausalLM", "jaxinfer.models.phi3"),
+    ("RecurrentGemmaForCausalLM", "jaxinfer.models.recurrent_gemma"),
     ("OpenAIGPTLMHeadModel", "jaxinfer.models.openai_gpt"),
     ("GPTNeoXJapaneseForCausalLM", "jaxinfer.models.gpt_neox_japanese"),
 )

@@ -134,6 +134,7 @@ CASES = (
     "deepseek_ocr2",
     "openai_gpt",
     "gpt_neox_japanese",
+    "recurrent_gemma",
 )
 
 # where transformers has the outputs of the layers and not their inputs

@@ -1115,6 +1115,13 @@ CONFIGS = MappingProxyType(
             "layer_norm_eps": 1e-5,
             "rotary_pct": 0.5,
         },
+        "recurrent_gemma": {
+            **{key: _DECODER[key] for key in _NEMOTRON_H[:-1]},
+            "architectures": ["RecurrentGemmaForCausalLM"],
+            "num_hidden_layers": 3,
+            "attention_window_size": 512,
+            "lru_width": 48,
+        },
         "olmo_hybrid": {
             **_DECODER,
             "architectures": ["OlmoHybridForCausalLM"],
@@ -1188,7 +1195,7 @@ LIKE_OTHERS = (
     *("gpt_neo", "codegen", "stablelm_12b", "vaultgemma", "hyperclovax", "granite_swa", "biogpt"),
     *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint", "doge"),
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
-    *("gpt_neox_japanese",),
+    *("gpt_neox_japanese", "recurrent_gemma"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1206,7 +1213,7 @@ WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
-    *("bailing_hybrid", "nemotron_h_experts", "lfm3"),
+    *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma"),
 )
 
 
