@@ -25,7 +25,7 @@ from jaxinfer.models.gqa import (
 )
 from jaxinfer.models.linears import Linear, conv_specs, linear_specs
 from jaxinfer.models.names import TensorNames
-from jaxinfer.models.params import ParamSpec, as_is, join_flat, plus_one, stack_plus_one
+from jaxinfer.models.params import ParamSpec, as_is, plus_one, stack_flat, stack_plus_one
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.mixers.rg_lru_spec import RgLruConfig
@@ -126,19 +126,8 @@ def _mixer_specs(
         Source(f"{own}rg_lru.recurrent_gate_bias", (c.heads, c.head_dim)),
     )
     array = ArraySpec((3, inner), (None, "heads"), _FLOAT32)
-    yield ParamSpec(f"{path}decay", array, decay, _stack_flat)
+    yield ParamSpec(f"{path}decay", array, decay, stack_flat)
 
-
-def _stack_flat(*tensors: Any) -> Any:
-    """Tensors of equal numbers of elements, one in each row."""
-    return join_flat(*tensors).reshape(len(tensors), -1)
-
-
-def _unstacked(array: Any, sources: Any) -> list[Any]:
-    return [row.reshape(source.shape) for row, source in zip(array, sources, strict=True)]
-
-
-_stack_flat.inverse = _unstacked
 
 FAMILY = ModelFamily(
     name="recurrent_gemma",

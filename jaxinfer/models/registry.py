@@ -167,6 +167,7 @@ _MODULES = (
     ("DeepseekOcr2ForConditionalGeneration", "jaxinfer.models.deepseek_ocr2"),
     ("Phi4MultimodalForCausalLM", "jaxinfer.models.phi3"),
     ("RecurrentGemmaForCausalLM", "jaxinfer.models.recurrent_gemma"),
+    ("RwkvForCausalLM", "jaxinfer.models.rwkv"),
     ("OpenAIGPTLMHeadModel", "jaxinfer.models.openai_gpt"),
     ("GPTNeoXJapaneseForCausalLM", "jaxinfer.models.gpt_neox_japanese"),
 )
@@ -193,14 +194,12 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
         raise
     if not any(name in WRAPPERS for name in _names(hf_config)):
         return family
-    own = hf_config.get("text_config")
-    kind = (own if isinstance(own, Mapping) else hf_config).get("model_type")
     return replace(
         family,
         ignored_tensors=(*family.ignored_tensors, OF_OTHER_KINDS),
         optional_prefix=PREFIXES,
         other_names=(*family.other_names, *OTHER_LAYERS),
-        stacked_experts=family.stacked_experts or kind in WITH_STACKS,
+        stacked_experts=family.stacked_experts or hf_config.get("model_type") in WITH_STACKS,
     )
 
 

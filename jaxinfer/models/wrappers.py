@@ -42,8 +42,10 @@ WRAPPERS = (
     "Idefics3ForConditionalGeneration",
     "InstructBlipForConditionalGeneration",
     "InstructBlipVideoForConditionalGeneration",
+    "InternVLChatModel",  # of published files, as are Kimi-VL and the name Qwen2_5OmniModel
     "InternVLForConditionalGeneration",
     "JanusForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",  # as transformers names it
     "Lfm2VlForConditionalGeneration",
     "Lfm3VlForConditionalGeneration",
@@ -67,6 +69,7 @@ WRAPPERS = (
     "Qwen2AudioForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniModel",
     "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ASRForConditionalGeneration",
@@ -141,6 +144,7 @@ _FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 # Text models whose files stack the experts of a layer, which others of the family have apart.
 WITH_STACKS = ("qwen3_vl_moe_text",)
+_PARTS = ("text_config", "llm_config")  # the keys of the text decoder's config
 PREFIXES = (
     *("model.language_model.", "language_model.", "model.text_model.", "text_model."),
     "thinker.",
@@ -180,8 +184,8 @@ def own_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     whole = hf_config.get("thinker_config")  # Qwen's Omni models, next to the parts that speak
     whole = {**hf_config, **whole} if isinstance(whole, Mapping) else hf_config
-    own = whole.get("text_config")
-    if not isinstance(own, Mapping):
+    own = next((whole[key] for key in _PARTS if isinstance(whole.get(key), Mapping)), None)
+    if own is None:
         return whole
     added = {k: v for k, v in whole.items() if k.endswith("_token_id") and v is not None}
     if whole.get("tie_word_embeddings") is not None:

@@ -30,7 +30,7 @@ LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a b
 # of Mamba-2: among attention, beside it, in layers of one block, and alone; lightning attention
 MAMBAS = (
     *("bamba", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba", "minimax"),
-    "recurrent_gemma",  # a linear recurrence
+    *("recurrent_gemma", "rwkv"),  # linear recurrences
 )
 NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear", "bailing_hybrid", "lfm2", *MAMBAS)
 # scans over chunks of 64 tokens: decays of heads, of channels

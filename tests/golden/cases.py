@@ -718,6 +718,8 @@ CASES = {
         intermediate_size=64, num_hidden_layers=4, attention_window_size=7, lru_width=48,
         conv1d_width=3, attention_bias=True, logits_soft_cap=9.0),
     # in two chunks
+    "rwkv": case("rwkv", vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=3),
+    # in two chunks
     "minimax": case("minimax", SIZES, MINIMAX_FACTORS, num_hidden_layers=3, intermediate_size=24,
         layer_types=kinds("lfl"), num_local_experts=5, head_dim=16, block_size=32),
     "minimax_window": case("minimax", SIZES, intermediate_size=24, num_local_experts=3,

@@ -48,6 +48,7 @@ LENGTHS = {
     "falcon_mamba": 80,
     "minimax": 80,
     "recurrent_gemma": 80,
+    "rwkv": 80,
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
@@ -66,7 +67,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "olmo_hybrid": 1,
     "olmo_hybrid_rope": 1,
 }
-HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight")
+HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head.weight")
 FREE_STEPS = (0.0, float("inf"))
 RECURRENT = {"linear_attention", "conv"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4

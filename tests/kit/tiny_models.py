@@ -1122,6 +1122,11 @@ CONFIGS = MappingProxyType(
             "attention_window_size": 512,
             "lru_width": 48,
         },
+        "rwkv": {
+            **{key: _DECODER[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
+            "architectures": ["RwkvForCausalLM"],
+            "attention_hidden_size": 48,
+        },
         "olmo_hybrid": {
             **_DECODER,
             "architectures": ["OlmoHybridForCausalLM"],
@@ -1195,7 +1200,7 @@ LIKE_OTHERS = (
     *("gpt_neo", "codegen", "stablelm_12b", "vaultgemma", "hyperclovax", "granite_swa", "biogpt"),
     *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint", "doge"),
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
-    *("gpt_neox_japanese", "recurrent_gemma"),
+    *("gpt_neox_japanese", "recurrent_gemma", "rwkv"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1213,7 +1218,7 @@ WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
-    *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma"),
+    *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
 )
 
 

@@ -277,6 +277,8 @@ OF_SECTION |= {("dbrx", name) for name in _ROPE}
 ROUNDING = {"reorder_and_upcast_attn=True", "chunk_size=2", "mamba_chunk_size=2"}
 # and of lightning attention, whose chunks have buffers of their size
 ROUNDING |= {f"block_size{change}" for change in (" missing", "=33", "=64", "=2")}
+# and of RWKV, whose stream may be halved: an epsilon is then larger
+ROUNDING |= {"rescale_every=2"}
 # Angles at the default's bounds are those of the sequences here.
 # So are the chunks of Llama 4.
 NOT_FELT = re.compile(r"rope_parameters\.(beta_fast|truncate) missing|attention_chunk_size missing")

@@ -365,4 +365,5 @@ def test_fused_axes_are_as_wide_as_their_dimension(name: str) -> None:
         for i, axis in enumerate(array.axes)
         if isinstance(axis, Fused)
     ]
-    assert fused and all(sum(axis.widths) == size for size, axis in fused)
+    assert fused or name == "rwkv", "no matrices are joined"
+    assert all(sum(axis.widths) == size for size, axis in fused)

@@ -21,11 +21,14 @@ from kit.published_index import zeros
 
 DATA = Path(__file__).parents[1] / "golden" / "data" / "wrappers.json.gz"
 SAVED: dict[str, dict[str, Any]] = json.loads(gzip.decompress(DATA.read_bytes()))
-# those with encoders of packages that make_wrappers.py lacks, and around other wrappers
+# with encoders of packages that make_wrappers.py lacks, around other wrappers, of published files
 NOT_SAVED = {
     "FastVlmForConditionalGeneration",
+    "InternVLChatModel",
+    "KimiVLForConditionalGeneration",
     "PerceptionLMForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniModel",
     "Qwen3OmniMoeForConditionalGeneration",
 }
 
@@ -56,6 +59,33 @@ def test_the_text_decoder_is_read_and_the_rest_is_known(architecture: str) -> No
     used = next(name for name in tensors if canonical_name(model.family, name) in names)
     with pytest.raises(CheckpointError, match="checkpoint has no tensor"):
         planned(config, {name: shape for name, shape in tensors.items() if name != used})
+
+
+@pytest.mark.parametrize(
+    ("published", "saved", "key", "names"),
+    [
+        (
+            "InternVLChatModel",
+            "InternVLForConditionalGeneration",
+            "llm_config",
+            {"vision_tower.": "vision_model.", "multi_modal_projector.": "mlp1."},
+        ),
+        (
+            "KimiVLForConditionalGeneration",
+            "Kimi_K25ForConditionalGeneration",
+            "text_config",
+            {"model.blocks.": "model.layers.", "mm_projector.": "multi_modal_projector."},
+        ),
+    ],
+)
+def test_published_names(published: str, saved: str, key: str, names: dict[str, str]) -> None:
+    tensors = {}
+    for name, shape in tensors_of(saved).items():
+        for one, other in names.items():
+            name = name.replace(one, other)
+        tensors[name] = shape
+    config = dict(SAVED[saved]["config"])
+    planned({**config, "architectures": [published], key: config.pop("text_config")}, tensors)
 
 
 @pytest.mark.parametrize("whole", ["Qwen2_5Omni", "Qwen3OmniMoe"])
