@@ -219,6 +219,10 @@ def outer_specs(
     if config.embed_norm:
         specs += _outer_norm("embed_norm", names.embed_norm, config, norms)
     specs += _outer_norm("final_norm", names.final_norm, config, norms)
+    if config.head_activation is not None:
+        dense = (Source(f"{names.head_network}.dense.weight", (d, d)),)
+        specs.append(ParamSpec("head_in", ArraySpec((d, d), (None, None)), dense, transposed))
+        specs += _outer_norm("head_norm", f"{names.head_network}.norm", config, norms)
     if not config.tie_word_embeddings:
         head = Source(f"{names.head}.weight", (v, e))
         array = ArraySpec((e, v), (None, "vocab"))

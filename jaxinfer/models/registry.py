@@ -168,6 +168,7 @@ _MODULES = (
     ("Phi4MultimodalForCausalLM", "jaxinfer.models.phi3"),
     ("RecurrentGemmaForCausalLM", "jaxinfer.models.recurrent_gemma"),
     ("RwkvForCausalLM", "jaxinfer.models.rwkv"),
+    ("ModernBertDecoderForCausalLM", "jaxinfer.models.modernbert_decoder"),
     ("OpenAIGPTLMHeadModel", "jaxinfer.models.openai_gpt"),
     ("GPTNeoXJapaneseForCausalLM", "jaxinfer.models.gpt_neox_japanese"),
 )

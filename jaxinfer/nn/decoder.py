@@ -14,6 +14,8 @@ as [in, out], and GEMMs are ``x @ w``. Parameters, whose shapes are those of ``m
       with a head bias
     embed_norm [D], [2, D]          project_in [E, D], project_out [D, E]
       with a norm of embeddings       with embeddings, and a head, of another width E
+    head_in [D, D], head_norm
+      with a network before the head
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from jaxinfer.nn.linear import (
     Outputs,
     Stream,
     added,
+    layer_norm,
     normalised,
     outputs_of,
     scaled,
@@ -49,6 +52,7 @@ from jaxinfer.nn.weight import Matmul, param, take_rows, weight
 from pallas_kernels.all_gather.api import AllGatherArgs, all_gather
 from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.harness.pins import ALL_XLA, Pins
+from pallas_kernels.lib.activations import ACTIVATIONS
 
 
 class DecoderLayer(nn.Module):
@@ -380,6 +384,10 @@ class Decoder(nn.Module):
         head = self.embed if self.spec.tie_word_embeddings else weight(self, "lm_head")
         if self.spec.embed_width is not None:
             hidden = hidden @ param(self, "project_out")
+        if self.spec.head_activation is not None:
+            hidden = ACTIVATIONS[self.spec.head_activation](hidden @ param(self, "head_in"))
+            norm = self._outer_norm("head_norm")
+            hidden = layer_norm(hidden, *norm.affine(), norm.eps, fixed=pins.invariant)
         logits = head.matmul(hidden, Matmul(pins, wide=True))
         if self.spec.head_bias:
             logits = logits + param(self, "lm_head_bias").astype(logits.dtype)

@@ -315,7 +315,8 @@ class DecoderSpec:
     without parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they have
     that many elements, and are projected to the stream. ``dtype`` is that of weights and
     activations, ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of
-    single layers. Logits x, which have a bias with ``head_bias`` and are multiplied by
+    single layers. With ``head_activation`` a matrix, this activation and a norm precede the head.
+    Logits x, which have a bias with ``head_bias`` and are multiplied by
     ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
     """
 
@@ -339,6 +340,7 @@ class DecoderSpec:
     logit_cap: float | None = None
     logit_scale: float | None = None
     head_bias: bool = False
+    head_activation: str | None = None
     own_layout: StateLayout | None = field(default=None, compare=False, repr=False)  # of a share
 
     def for_context(self, length: int) -> DecoderSpec:

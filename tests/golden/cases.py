@@ -719,6 +719,13 @@ CASES = {
         conv1d_width=3, attention_bias=True, logits_soft_cap=9.0),
     # in two chunks
     "rwkv": case("rwkv", vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=3),
+    "modernbert_decoder": case("modernbert-decoder", WITHOUT_KV, num_hidden_layers=4,
+        local_attention=14, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
+        sep_token_id=2),
+    "modernbert_decoder_biases": case("modernbert-decoder", WITHOUT_KV, local_attention=14,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+        norm_bias=True, attention_bias=True, mlp_bias=True, decoder_bias=False,
+        tie_word_embeddings=False, layer_types=kinds("sf"), classifier_activation="silu"),
     # in two chunks
     "minimax": case("minimax", SIZES, MINIMAX_FACTORS, num_hidden_layers=3, intermediate_size=24,
         layer_types=kinds("lfl"), num_local_experts=5, head_dim=16, block_size=32),

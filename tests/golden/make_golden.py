@@ -68,6 +68,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "olmo_hybrid_rope": 1,
 }
 HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head.weight")
+HEADS += ("decoder.weight",)
 FREE_STEPS = (0.0, float("inf"))
 RECURRENT = {"linear_attention", "conv"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4

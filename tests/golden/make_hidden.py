@@ -136,6 +136,7 @@ CASES = (
     "gpt_neox_japanese",
     "recurrent_gemma",
     "rwkv",
+    "modernbert_decoder_biases",
 )
 
 # where transformers has the outputs of the layers and not their inputs

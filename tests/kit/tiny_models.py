@@ -1127,6 +1127,13 @@ CONFIGS = MappingProxyType(
             "architectures": ["RwkvForCausalLM"],
             "attention_hidden_size": 48,
         },
+        "modernbert_decoder": {
+            **{key: _DECODER[key] for key in (*_OPT, "intermediate_size")},
+            "architectures": ["ModernBertDecoderForCausalLM"],
+            "num_hidden_layers": 3,
+            "local_attention": 14,
+            "norm_bias": True,
+        },
         "olmo_hybrid": {
             **_DECODER,
             "architectures": ["OlmoHybridForCausalLM"],
