@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import NormSources, gqa_config, gqa_param_specs
+from jaxinfer.models.gqa import NormSources, gqa_config, gqa_param_specs, outer_norm
 from jaxinfer.models.hf_rope import ropes_by_kind
 from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
-from jaxinfer.models.params import ParamSpec
-from jaxinfer.models.sources import ArraySpec
+from jaxinfer.models.params import ParamSpec, transposed
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 # transformers' defaults
@@ -35,7 +35,6 @@ _NAMES = TensorNames(
     embed_norm="model.embeddings.norm",
     final_norm="model.final_norm",
     head="decoder",
-    head_network="lm_head",
     qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
     o="attn.Wo",
     into=("mlp.Wi",),
@@ -92,9 +91,14 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
-    """The parameters; the first layer has one norm."""
-    specs = gqa_param_specs(config, norms=_NORMS, names=_NAMES)
-    return tuple(_one_norm(spec) if spec.path == "layers_0/norms" else spec for spec in specs)
+    """The parameters, with those of the network before the head; the first layer has one norm."""
+    d, specs = config.hidden_size, gqa_param_specs(config, norms=_NORMS, names=_NAMES)
+    dense = (Source("lm_head.dense.weight", (d, d)),)
+    return (
+        *(_one_norm(spec) if spec.path == "layers_0/norms" else spec for spec in specs),
+        ParamSpec("head_in", ArraySpec((d, d), (None, None)), dense, transposed),
+        *outer_norm("head_norm", "lm_head.norm", config, _NORMS),
+    )
 
 
 def _one_norm(spec: ParamSpec) -> ParamSpec:

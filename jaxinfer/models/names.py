@@ -35,7 +35,6 @@ class TensorNames(NamedTuple):
     embed_norm: str = ""
     project: tuple[str, str] = ("", "")  # of embeddings of another width, and back
     sinks: str = "self_attn.sinks"
-    head_network: str = ""  # the start of the names of a network before the head
 
 
 LLAMA = TensorNames()

@@ -14,8 +14,6 @@ as [in, out], and GEMMs are ``x @ w``. Parameters, whose shapes are those of ``m
       with a head bias
     embed_norm [D], [2, D]          project_in [E, D], project_out [D, E]
       with a norm of embeddings       with embeddings, and a head, of another width E
-    head_in [D, D], head_norm
-      with a network before the head
 """
 
 from __future__ import annotations
