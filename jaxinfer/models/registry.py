@@ -169,6 +169,7 @@ _MODULES = (
     ("RecurrentGemmaForCausalLM", "jaxinfer.models.recurrent_gemma"),
     ("RwkvForCausalLM", "jaxinfer.models.rwkv"),
     ("ModernBertDecoderForCausalLM", "jaxinfer.models.modernbert_decoder"),
+    ("Ernie4_5_VLMoeForConditionalGeneration", "jaxinfer.models.ernie4_5_vl"),
     ("OpenAIGPTLMHeadModel", "jaxinfer.models.openai_gpt"),
     ("GPTNeoXJapaneseForCausalLM", "jaxinfer.models.gpt_neox_japanese"),
 )

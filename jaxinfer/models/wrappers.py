@@ -163,6 +163,7 @@ OF_OTHER_KINDS = (
 # Models of text and images that are named in a family's own lines: its text decoder is read.
 WITH_IMAGES = (
     "DeepseekOcr2ForConditionalGeneration",
+    "Ernie4_5_VLMoeForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
     "Gemma3nForConditionalGeneration",

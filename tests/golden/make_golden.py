@@ -81,7 +81,7 @@ ZERO_CENTRED = (
 RENAMED = (
     *("gpt_neox", "gpt_neox_sequential", "nemotron_h", "llava", "qwen2_5_vl", "qwen3_vl"),
     *("gemma3_multimodal", "glm4v", "mistral4", "exaone", "aria", "mllama", "paddleocr_vl"),
-    *("paligemma", "smolvlm"),
+    *("paligemma", "smolvlm", "ernie4_5_vl"),
 )
 # published files stack the tensors of experts
 STACKED = ("qwen3_5_moe_multimodal", "llama4", "llama4_plain", "llama4_chunks")

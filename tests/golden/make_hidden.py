@@ -137,6 +137,7 @@ CASES = (
     "recurrent_gemma",
     "rwkv",
     "modernbert_decoder_biases",
+    "ernie4_5_vl",
 )
 
 # where transformers has the outputs of the layers and not their inputs

@@ -1103,6 +1103,15 @@ CONFIGS = MappingProxyType(
             "n_shared_experts": 1,
             "mlp_layer_types": ["dense", "sparse"],
         },
+        "ernie4_5_vl": {
+            **_DECODER,
+            "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+            "moe_intermediate_size": [24, 12],
+            "moe_num_experts": [5, 5],
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
         "phi4_multimodal": {
             **_DECODER,
             "architectures": ["Phi4MultimodalForCausalLM"],
@@ -1207,7 +1216,7 @@ LIKE_OTHERS = (
     *("gpt_neo", "codegen", "stablelm_12b", "vaultgemma", "hyperclovax", "granite_swa", "biogpt"),
     *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint", "doge"),
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
-    *("gpt_neox_japanese", "recurrent_gemma", "rwkv"),
+    *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl"),
 )
 OF_EACH_KIND = (
     "qwen3",
