@@ -170,6 +170,8 @@ _MODULES = (
     ("RwkvForCausalLM", "jaxinfer.models.rwkv"),
     ("ModernBertDecoderForCausalLM", "jaxinfer.models.modernbert_decoder"),
     ("Ernie4_5_VLMoeForConditionalGeneration", "jaxinfer.models.ernie4_5_vl"),
+    ("CohereCompassForCausalLM", "jaxinfer.models.cohere_compass"),
+    ("Apertus1p5TextForCausalLM", "jaxinfer.models.apertus"),
     ("OpenAIGPTLMHeadModel", "jaxinfer.models.openai_gpt"),
     ("GPTNeoXJapaneseForCausalLM", "jaxinfer.models.gpt_neox_japanese"),
 )

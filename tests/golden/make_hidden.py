@@ -138,6 +138,7 @@ CASES = (
     "rwkv",
     "modernbert_decoder_biases",
     "ernie4_5_vl",
+    "cohere_compass",
 )
 
 # where transformers has the outputs of the layers and not their inputs

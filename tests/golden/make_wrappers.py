@@ -52,6 +52,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "aya_vision": {},
     "blip-2": {},
     "cohere2_vision": {},
+    "cohere_compass": {
+        "text_config": {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {"full_attention": None, "sliding_attention": MROPE},
+        }
+    },
     "deepseek_ocr2": {
         "vision_config": {"sam_config": SAM, "encoder_config": SMALL},
         "text_config": {

@@ -1112,6 +1112,17 @@ CONFIGS = MappingProxyType(
             "moe_num_shared_experts": 1,
             "mlp_layer_types": ["dense", "sparse"],
         },
+        "cohere_compass": {
+            **_LAYER_NORM,
+            "architectures": ["CohereCompassForCausalLM"],
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": None,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        "apertus1p5": {**_DECODER, "architectures": ["Apertus1p5TextForCausalLM"]},
         "phi4_multimodal": {
             **_DECODER,
             "architectures": ["Phi4MultimodalForCausalLM"],
@@ -1216,7 +1227,8 @@ LIKE_OTHERS = (
     *("gpt_neo", "codegen", "stablelm_12b", "vaultgemma", "hyperclovax", "granite_swa", "biogpt"),
     *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint", "doge"),
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
-    *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl"),
+    *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
+    *("apertus1p5",),
 )
 OF_EACH_KIND = (
     "qwen3",

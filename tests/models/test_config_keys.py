@@ -145,6 +145,7 @@ READ_BY = {
     "mimo_v2_flash": {"moe_intermediate_size", "num_local_experts", "attention_chunk_size"},
     "longcat_flash": {"num_local_experts"},
     "paddleocr_vl": {"use_bias"},
+    "cohere_compass": {"layer_norm_eps", "logit_scale"},
     "ernie4_5_vl": {"use_bias", "moe_intermediate_size", "num_local_experts"},
     "modernbert_decoder": {"layer_norm_eps", "position_embedding_type"},
     "deepseek_ocr2": {"moe_intermediate_size", "num_local_experts"},
