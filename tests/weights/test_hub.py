@@ -542,7 +542,7 @@ FAILURES: tuple[tuple[str, str, Callable[[Hub], None] | None, str], ...] = (
         "architecture",
         "org/other",
         architecture,
-        "org/other: architecture ReformerForCausalLM is un",
+        "org/other: architecture ReformerForCausalLM is",
     ),
     (
         "GGUF architecture",
