@@ -42,6 +42,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     hf.supported_only(config, "mlp_bias", False)
     hf.supported_only(config, "qk_norm", True)
     hf.supported_only(config, "post_norm", False)
+    # of 1.5, whose head may lack rows
+    hf.supported_only(config, "output_vocab_size", hf.positive_int(config, "vocab_size"))
     bias = hf.flag(config, "attention_bias", False)
     return gqa_config(
         with_rope(config, _ROPE),
@@ -71,5 +73,9 @@ FAMILY = ModelFamily(
     name="apertus",
     config_from_hf=config_from_hf,
     param_specs=_param_specs,
-    ignored_tensors=(*GQA_IGNORED_TENSORS, r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"),
+    ignored_tensors=(
+        *GQA_IGNORED_TENSORS,
+        r"model\.(vision|audio)_tokenizer\..*",  # of 1.5
+        r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)",
+    ),
 )

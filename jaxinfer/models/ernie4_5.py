@@ -17,13 +17,13 @@ from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, gated_network
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import windows_by_layer
-from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardSpec
+from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
 from pallas_kernels.route.routing import Routing
 
 # transformers' defaults
 _HEAD_DIM, _THETA = 128, 5e5
 _CHOSEN, _SHARED = 6, 2
-_TENSORS = ExpertTensors(choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_dims=2)
+TENSORS = ExpertTensors(choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_dims=2)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -64,8 +64,7 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
         choice_bias=True,
         shared=gated_network(config, shared) if shared else None,
     )
-    width = hf.positive_int(config, "intermediate_size")
-    dense = gated_network(config, width)
+    dense = dense_network(config)
     interval = hf.positive_int(config, "moe_layer_interval", 1)
     first, last = hf.layer_index(config, "moe_layer_start_index", 1), num_layers - 1
     if config.get("moe_layer_end_index", -1) != -1:
@@ -74,11 +73,16 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
     return [experts if one else dense for one in sparse]
 
 
+def dense_network(config: Mapping[str, Any]) -> FeedForwardConfig:
+    """The network of layers without experts."""
+    return gated_network(config, hf.positive_int(config, "intermediate_size"))
+
+
 FAMILY = ModelFamily(
     name="ernie4_5",
     config_from_hf=config_from_hf,
     param_specs=partial(
-        gqa_param_specs, interleaved=True, experts=partial(expert_specs, names=_TENSORS)
+        gqa_param_specs, interleaved=True, experts=partial(expert_specs, names=TENSORS)
     ),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

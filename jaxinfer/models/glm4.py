@@ -32,7 +32,7 @@ _NORMS = NormSources(
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     head_dim = _HEAD_DIM
-    if config.get("model_type") == "glm4v_text":  # GLM-4.1V derives it
+    if config.get("model_type") in ("glm4v_text", "glm_ocr_text"):  # GLM-4.1V derives it
         head_dim = hf.positive_int(config, "hidden_size") // hf.positive_int(
             config, "num_attention_heads"
         )

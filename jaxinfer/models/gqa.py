@@ -217,8 +217,8 @@ def outer_specs(
             own = (Source(f"{name}.weight", shape[::-1]),)
             specs.append(ParamSpec(path, ArraySpec(shape, (None, None)), own, transposed))
     if config.embed_norm:
-        specs += _outer_norm("embed_norm", names.embed_norm, config, norms)
-    specs += _outer_norm("final_norm", names.final_norm, config, norms)
+        specs += outer_norm("embed_norm", names.embed_norm, config, norms)
+    specs += outer_norm("final_norm", names.final_norm, config, norms)
     if not config.tie_word_embeddings:
         head = Source(f"{names.head}.weight", (v, e))
         array = ArraySpec((e, v), (None, "vocab"))
@@ -229,7 +229,7 @@ def outer_specs(
     return specs
 
 
-def _outer_norm(path: str, name: str, config: DecoderSpec, norms: NormSources) -> list[ParamSpec]:
+def outer_norm(path: str, name: str, config: DecoderSpec, norms: NormSources) -> list[ParamSpec]:
     """The parameter of a norm outside the layers; none of a norm without parameters."""
     d = config.hidden_size
     found = tuple(Source(f"{name}.{kind}", (d,)) for kind in _NORM_TENSORS[config.norm])

@@ -225,6 +225,11 @@ def join(*tensors: np.ndarray) -> np.ndarray:  # [out_i] each -> [sum of out_i]
     return _module(tensors).concat(tensors)
 
 
+def stack_flat(*tensors: np.ndarray) -> np.ndarray:  # of E elements each -> [number, E]
+    """Tensors of as many elements as one parameter, a row each."""
+    return np.stack([tensor.reshape(-1) for tensor in tensors])
+
+
 def plus_one(weight: np.ndarray) -> np.ndarray:  # [D] -> float32[D]
     """The weight of a norm whose checkpoint stores the weight minus 1."""
     return 1.0 + weight.astype(np.float32)
@@ -294,6 +299,10 @@ def _split(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
     return np.split(array, np.cumsum([source.own_shape[0] for source in sources])[:-1])
 
 
+def _rows_of(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
+    return [row.reshape(source.shape) for row, source in zip(array, sources, strict=True)]
+
+
 def _split_flat(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
     ends = np.cumsum([math.prod(source.shape) for source in sources])[:-1]
     parts = zip(np.split(array, ends), sources, strict=True)
@@ -324,6 +333,7 @@ _INVERSES: Mapping[Callable[..., Any], Callable[..., list[np.ndarray]]] = Mappin
         transposed: lambda array, _: [array.T],
         conv_taps: lambda array, to: [taps[:, None] for taps in _split_outputs(array, to)],
         join_flat: _split_flat,
+        stack_flat: _rows_of,
         gates_first: _interleaved_gates,
         transposed_gates_first: lambda array, _: [_interleaved_gates(array)[0].T],
     }

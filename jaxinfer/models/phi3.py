@@ -51,5 +51,6 @@ FAMILY = ModelFamily(
     name="phi3",
     config_from_hf=config_from_hf,
     param_specs=partial(gqa_param_specs, names=_NAMES),
-    ignored_tensors=GQA_IGNORED_TENSORS,
+    # the second are the encoders of Phi-4 multimodal
+    ignored_tensors=(*GQA_IGNORED_TENSORS, r"model\.embed_tokens_extend\..*"),
 )

@@ -15,7 +15,17 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_SIZE
-from jaxinfer.models.hf_keys import QUANTIZATION_KEYS, KeysRead, refuse_unread
+from jaxinfer.models.hf_keys import KeysRead, refuse_unread
+from jaxinfer.models.wrappers import (
+    OF_OTHER_KINDS,
+    OTHER_LAYERS,
+    PREFIXES,
+    TEXT_MODELS,
+    WITH_IMAGES,
+    WITH_STACKS,
+    WRAPPERS,
+    own_config,
+)
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _MODULES = (
@@ -150,71 +160,31 @@ _MODULES = (
     ("FlintForCausalLM", "jaxinfer.models.flint"),
     ("DogeForCausalLM", "jaxinfer.models.doge"),
     ("JetMoeForCausalLM", "jaxinfer.models.jetmoe"),
+    ("AriaTextForCausalLM", "jaxinfer.models.aria"),
+    ("Emu3ForCausalLM", "jaxinfer.models.emu3"),
+    ("MllamaForCausalLM", "jaxinfer.models.mllama"),
+    ("PaddleOCRVLForConditionalGeneration", "jaxinfer.models.paddleocr_vl"),
+    ("DeepseekOcr2ForConditionalGeneration", "jaxinfer.models.deepseek_ocr2"),
+    ("Phi4MultimodalForCausalLM", "jaxinfer.models.phi3"),
+    ("RecurrentGemmaForCausalLM", "jaxinfer.models.recurrent_gemma"),
+    ("RwkvForCausalLM", "jaxinfer.models.rwkv"),
+    ("ModernBertDecoderForCausalLM", "jaxinfer.models.modernbert_decoder"),
+    ("Ernie4_5_VLMoeForConditionalGeneration", "jaxinfer.models.ernie4_5_vl"),
+    ("CohereCompassForCausalLM", "jaxinfer.models.cohere_compass"),
+    ("Apertus1p5TextForCausalLM", "jaxinfer.models.apertus"),
+    ("OpenAIGPTLMHeadModel", "jaxinfer.models.openai_gpt"),
+    ("GPTNeoXJapaneseForCausalLM", "jaxinfer.models.gpt_neox_japanese"),
 )
-
-# Models of text and images whose text decoder is a model of its own: the one that the model type of
-# "text_config", or of a flat config, names. Their tensors have a prefix or those for images have.
-_WRAPPERS = (
-    "AyaVisionForConditionalGeneration",
-    "Cohere2VisionForConditionalGeneration",
-    "Gemma3ForConditionalGeneration",
-    "Glm4vForConditionalGeneration",
-    "Glm4vMoeForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-    "Llama4ForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "LlavaNextForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-)
-_TEXT_MODELS = (
-    ("cohere", "CohereForCausalLM"),
-    ("cohere2", "Cohere2ForCausalLM"),
-    ("gemma3_text", "Gemma3ForCausalLM"),
-    ("glm4v_text", "Glm4ForCausalLM"),
-    ("glm4v_moe_text", "Glm4MoeForCausalLM"),
-    ("llama", "LlamaForCausalLM"),
-    ("llama4_text", "Llama4ForCausalLM"),
-    ("ministral3", "Ministral3ForCausalLM"),
-    ("mistral", "MistralForCausalLM"),
-    ("mistral4", "Mistral4ForCausalLM"),
-    ("qwen2", "Qwen2ForCausalLM"),
-    ("qwen2_vl", "Qwen2ForCausalLM"),
-    ("qwen2_vl_text", "Qwen2ForCausalLM"),
-    ("qwen2_5_vl", "Qwen2ForCausalLM"),
-    ("qwen2_5_vl_text", "Qwen2ForCausalLM"),
-    ("qwen3", "Qwen3ForCausalLM"),
-    ("qwen3_vl_text", "Qwen3ForCausalLM"),
-)
-_PREFIXES = ("model.language_model.", "language_model.")
-_OF_IMAGES = (
-    r"(model\.)?(image_newline|(visual|vision_tower|vision_model|multi_modal_projector)\..*)"
-)
-
-# Models of text and images, of which the text decoder is read.
-_WITH_IMAGES = (
-    "Exaone4_5_ForConditionalGeneration",
-    "Gemma3nForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",
-    "Gemma4UnifiedForConditionalGeneration",
-    "KimiK25ForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
-# Keys that transformers writes beside "text_config", as they are of the whole model.
-_OF_THE_WHOLE = (*QUANTIZATION_KEYS, "tie_word_embeddings")
 
 
 def known_architectures() -> tuple[str, ...]:
     """The names that ``architectures`` in a config.json may hold."""
-    return (*(architecture for architecture, _ in _MODULES), *_WRAPPERS)
+    return (*(architecture for architecture, _ in _MODULES), *WRAPPERS)
 
 
 def wrapping_architectures() -> tuple[str, ...]:
     """Those of models of text and images, whose family is that of their text decoder."""
-    return _WRAPPERS
+    return WRAPPERS
 
 
 def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
@@ -226,10 +196,15 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
     except ImportError as error:
         error.add_note(f"while importing {module_name}, the model family of {architecture}")
         raise
-    if not any(name in _WRAPPERS for name in _names(hf_config)):
+    if not any(name in WRAPPERS for name in _names(hf_config)):
         return family
-    ignored = (*family.ignored_tensors, _OF_IMAGES)
-    return replace(family, ignored_tensors=ignored, optional_prefix=_PREFIXES)
+    return replace(
+        family,
+        ignored_tensors=(*family.ignored_tensors, OF_OTHER_KINDS),
+        optional_prefix=PREFIXES,
+        other_names=(*family.other_names, *OTHER_LAYERS),
+        stacked_experts=family.stacked_experts or hf_config.get("model_type") in WITH_STACKS,
+    )
 
 
 def decoder_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -245,39 +220,28 @@ def decoder_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of a model's text decoder, with the model's architectures and token ids, and with
-    what a file says of the whole model: how it is quantised, and whether its head is tied. As in
-    transformers, token ids of the whole win: Gemma's have the one that ends a turn, too.
+    what a file says of the whole model: see ``own_config``.
 
     For a model of text alone, and an architecture that is not known, it is the config itself.
-    Raises ``ConfigError`` for a key of both whose values differ.
+    Raises ``ConfigError`` for a quantisation of both whose values differ.
     """
-    own, names = hf_config.get("text_config"), _names(hf_config)
-    if any(name in _WRAPPERS for name in names) and not any(n in dict(_MODULES) for n in names):
-        own = own if isinstance(own, Mapping) else {k: hf_config[k] for k in hf_config}
-        names = [_text_model(own, names[0]), *names]
-    elif not isinstance(own, Mapping) or not any(name in _WITH_IMAGES for name in names):
-        return hf_config
-    ids = {k: v for k, v in hf_config.items() if k.endswith("_token_id") and v is not None}
-    whole: dict[str, Any] = {}
-    for key in _OF_THE_WHOLE:
-        value, of_text = hf_config.get(key), own.get(key)
-        if of_text is not None and value not in (None, of_text):
-            raise ConfigError(
-                f"config key {key!r} is {short(value)}, and {short(of_text)} in 'text_config'; "
-                "make them equal or remove one"
-            )
-        whole[key] = value
-    added = {k: v for k, v in whole.items() if v is not None and own.get(k) is None}
-    return {**own, **added, **ids, "architectures": names}
+    names = _names(hf_config)
+    is_wrapper = not any(name in dict(_MODULES) for name in names)
+    if is_wrapper and any(name in WRAPPERS for name in names):
+        own = own_config(hf_config)
+        return {**own, "architectures": [_text_model(own, names[0]), *names]}
+    if any(name in WITH_IMAGES for name in names):
+        return {**own_config(hf_config), "architectures": hf_config["architectures"]}
+    return hf_config
 
 
 def _text_model(config: Mapping[str, Any], wrapper: str) -> str:
     """The architecture of the text decoder with this config."""
-    kind, known = config.get("model_type"), dict(_TEXT_MODELS)
+    kind, known = config.get("model_type"), dict(TEXT_MODELS)
     if kind not in known:
         raise UnknownArchitectureError(
-            f"the text decoder of {wrapper} is {short(kind)} ('model_type' of 'text_config'); "
-            f"known are {', '.join(known)}"
+            f"the text decoder of {wrapper} is {short(kind)} ('model_type' of 'text_config'), "
+            "which no family has; use a model whose text decoder is of one in docs/models.md"
         )
     return known[kind]
 
@@ -344,7 +308,7 @@ def _architecture(hf_config: Mapping[str, Any]) -> str:
         if name in modules:
             return name
     for name in names:
-        if name in _WRAPPERS:
+        if name in WRAPPERS:
             return _text_model(hf_config, name)
     given = ", ".join(names)[:200]
     near = get_close_matches(given, known, cutoff=0.0)  # three of them

@@ -22,7 +22,7 @@ _UNUSED = (
     "norm_before_gate",
 )
 LENGTH = 8192  # no key says how long a context may be; prompts of training had some thousand tokens
-_LONGEST = 1 << 20
+LONGEST = 1 << 20
 
 
 def state_space_decoder(
@@ -37,7 +37,7 @@ def state_space_decoder(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hf.positive_int(config, "hidden_size"),
         layers=(LayerSpec(mixer, NoNetwork(), "shared"),) * num_layers,
-        lengths=(LENGTH, _LONGEST),
+        lengths=(LENGTH, LONGEST),
         norm="rms",
         norm_eps=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
         tie_word_embeddings=hf.flag(config, "tie_word_embeddings", tied),

@@ -35,6 +35,7 @@ from jaxinfer.nn.linear import (
     Outputs,
     Stream,
     added,
+    layer_norm,
     normalised,
     outputs_of,
     scaled,
@@ -49,6 +50,7 @@ from jaxinfer.nn.weight import Matmul, param, take_rows, weight
 from pallas_kernels.all_gather.api import AllGatherArgs, all_gather
 from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.harness.pins import ALL_XLA, Pins
+from pallas_kernels.lib.activations import ACTIVATIONS
 
 
 class DecoderLayer(nn.Module):
@@ -380,6 +382,10 @@ class Decoder(nn.Module):
         head = self.embed if self.spec.tie_word_embeddings else weight(self, "lm_head")
         if self.spec.embed_width is not None:
             hidden = hidden @ param(self, "project_out")
+        if self.spec.head_activation is not None:
+            hidden = ACTIVATIONS[self.spec.head_activation](hidden @ param(self, "head_in"))
+            norm = self._outer_norm("head_norm")
+            hidden = layer_norm(hidden, *norm.affine(), norm.eps, fixed=pins.invariant)
         logits = head.matmul(hidden, Matmul(pins, wide=True))
         if self.spec.head_bias:
             logits = logits + param(self, "lm_head_bias").astype(logits.dtype)

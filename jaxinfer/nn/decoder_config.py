@@ -311,12 +311,12 @@ class DecoderSpec:
 
     ``lengths`` are the default context length of an engine and the longest one. ``embed_scale``
     multiplies embeddings, ``num_positions`` is the length of the table of learned positions (None
-    without), whose row ``first_position`` is that of the first token; ``sinusoids`` are a table
-    without parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they have
-    that many elements, and are projected to the stream. ``dtype`` is that of weights and
-    activations, ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of
-    single layers. Logits x, which have a bias with ``head_bias`` and are multiplied by
-    ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
+    without), whose row ``first_position`` is the first token's; ``sinusoids`` are a table without
+    parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they have so many
+    elements, and are projected to the stream. ``dtype`` is that of weights and activations,
+    ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of single layers.
+    With ``head_activation`` a matrix, this activation and a norm precede the head. Logits x, with a
+    bias (``head_bias``) and times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
     """
 
     vocab_size: int
@@ -339,6 +339,7 @@ class DecoderSpec:
     logit_cap: float | None = None
     logit_scale: float | None = None
     head_bias: bool = False
+    head_activation: str | None = None
     own_layout: StateLayout | None = field(default=None, compare=False, repr=False)  # of a share
 
     def for_context(self, length: int) -> DecoderSpec:
@@ -388,8 +389,7 @@ class DecoderSpec:
         if self.own_layout is not None:
             return self.own_layout
         states = [layer.mixer.state(self.dtype) for layer in self.layers]
-        if not any(state.paged for state in states):
-            # The scheduler finds prefixes by pages: recurrent layers alone get some of no bytes.
+        if not any(state.paged for state in states):  # by pages of no bytes prefixes are found
             first = next((i for i, state in enumerate(states) if state.per_slot), None)
             if first is not None:
                 states[first] = replace(states[first], paged=(PagedKind(()),))

@@ -19,11 +19,12 @@ _SINGLE = re.compile(
 
 
 class _Place(NamedTuple):
-    """Where an expert's matrix is: rows of a part of a stack."""
+    """Where an expert's matrix is: rows of a part of a stack, or, ``turned``, its columns."""
 
     stack: str
     part: int
     rows: slice
+    turned: bool = False
 
 
 class _OtherTensors:
@@ -56,8 +57,8 @@ class _OtherTensors:
 class UnstackedExperts(_OtherTensors):
     """A ``Checkpoint`` with tensors of its own for each expert, as older files have them.
 
-    A stack is gate_up_proj [E, 2F, D], gates first, or down_proj [E, D, F], and is of floats. Other
-    tensors are presented as they are.
+    A stack is gate_up_proj [E, 2F, D], gates first, or down_proj [E, D, F], and is of floats; some
+    files have [E, D, 2F] and [E, F, D] (Qwen3-VL). Other tensors are presented as they are.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -70,6 +71,9 @@ class UnstackedExperts(_OtherTensors):
                 self._tensors[name] = info
                 continue
             experts, outputs, inputs = info.shape
+            turned = _is_turned(checkpoint, match["layer"])
+            if turned:
+                outputs, inputs = inputs, outputs
             pair = match["name"] == "gate_up_proj"
             names = ("gate_proj", "up_proj") if pair else ("down_proj",)
             count = outputs // len(names)
@@ -79,7 +83,7 @@ class UnstackedExperts(_OtherTensors):
                     single = f"{match['layer']}.{part}.{kind}.weight"
                     rows = slice(number * count, (number + 1) * count)
                     self._tensors[single] = own
-                    self._places[single] = _Place(name, part, rows)
+                    self._places[single] = _Place(name, part, rows, turned)
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``. A gate and its up, which are read in turn, are read once."""
@@ -89,7 +93,17 @@ class UnstackedExperts(_OtherTensors):
         key, last = (place.stack, place.part), self._last
         if last is None or last[0] != key:
             last = self._last = key, self._checkpoint.read(*key)
-        return last[1][place.rows]
+        return (last[1].T if place.turned else last[1])[place.rows]
+
+
+def _is_turned(checkpoint: Checkpoint, layer: str) -> bool:
+    """True if the stacks of a layer have inputs before outputs, as their shapes show together."""
+    stacks = [checkpoint.tensors.get(f"{layer}.{name}") for name in ("gate_up_proj", "down_proj")]
+    shapes = [stack.shape for stack in stacks if stack is not None and len(stack.shape) == 3]
+    if len(shapes) < 2:
+        return False
+    (_, rows, columns), (_, inputs, outputs) = shapes
+    return (columns, rows) == (2 * inputs, outputs)
 
 
 class StackedExperts(_OtherTensors):

@@ -150,7 +150,7 @@ def test_weights_of_another_model(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
-    config = tiny_llama_config(architectures=["RwkvForCausalLM"])
+    config = tiny_llama_config(architectures=["ReformerForCausalLM"])
     result = inspect(write_hf_folder(tmp_path / "mamba", config), "--load-format=dummy")
     assert result.exit_code == 1
-    assert "RwkvForCausalLM is unknown; known are " in result.stderr
+    assert "ReformerForCausalLM is unknown; known are " in result.stderr

@@ -28,7 +28,10 @@ SNAPSHOTS, ANSWER = 8, 6
 GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a border of 64
 # of Mamba-2: among attention, beside it, in layers of one block, and alone; lightning attention
-MAMBAS = ("bamba", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba", "minimax")
+MAMBAS = (
+    *("bamba", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba", "minimax"),
+    *("recurrent_gemma", "rwkv"),  # linear recurrences
+)
 NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear", "bailing_hybrid", "lfm2", *MAMBAS)
 # scans over chunks of 64 tokens: decays of heads, of channels
 SCANS = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "bailing_hybrid", *MAMBAS])

@@ -47,6 +47,8 @@ LENGTHS = {
     "mamba2_tied": 80,
     "falcon_mamba": 80,
     "minimax": 80,
+    "recurrent_gemma": 80,
+    "rwkv": 80,
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
@@ -65,18 +67,21 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "olmo_hybrid": 1,
     "olmo_hybrid_rope": 1,
 }
+HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head.weight")
+HEADS += ("decoder.weight",)
 FREE_STEPS = (0.0, float("inf"))
 RECURRENT = {"linear_attention", "conv"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2"),
-    "vaultgemma",
+    *("vaultgemma", "recurrent_gemma"),
 )
 # published files have other names
 RENAMED = (
     *("gpt_neox", "gpt_neox_sequential", "nemotron_h", "llava", "qwen2_5_vl", "qwen3_vl"),
-    *("gemma3_multimodal", "glm4v", "mistral4", "exaone"),
+    *("gemma3_multimodal", "glm4v", "mistral4", "exaone", "aria", "mllama", "paddleocr_vl"),
+    *("paligemma", "smolvlm", "ernie4_5_vl"),
 )
 # published files stack the tensors of experts
 STACKED = ("qwen3_5_moe_multimodal", "llama4", "llama4_plain", "llama4_chunks")
@@ -110,6 +115,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith("A_log"):
             noise = noise - 2.0  # slow enough that a state is felt over several chunks
+        elif ".rg_lru." in name:  # 1 - decay ** 2 of a decay near 1 is rounded
+            noise = 0.2 * noise
         elif tensor.ndim >= 2 and not name.endswith("bias"):  # of experts 3
             noise = noise * 1.5 / tensor.shape[-1] ** 0.5
         elif "norm" in name or "ln_" in name:
@@ -194,6 +201,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
     # single tokens of transformers' Mamba-2 ignore these limits
     limited = getattr(text, "time_step_limit", FREE_STEPS) != FREE_STEPS
     limited |= text.model_type == "nemotron_h"  # by time_step_min
+    limited |= text.model_type == "recurrent_gemma"  # whose modules keep the last call's states
     if RECURRENT.intersection(kinds) and not limited:
         difference = (stepwise_logits(model, token_ids) - logits).abs().max()
         assert difference < ROUNDING, f"{name}: chunks and single steps differ by {difference:.1e}"
@@ -201,11 +209,11 @@ def make(name: str, config: PreTrainedConfig) -> None:
     for _ in range(GENERATED):
         best = model(sequence).logits[:, -1].argmax(-1, keepdim=True)
         sequence = torch.cat([sequence, best], dim=1)
-    tied = config.tie_word_embeddings
+    tied = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     weights = {
         f"weights/{key}": tensor.contiguous()
         for key, tensor in published(name, model).items()
-        if not (tied and key in ("lm_head.weight", "output_projection.weight"))
+        if not (tied and key in HEADS)
     }
     outputs = {
         "token_ids": token_ids.int(),

@@ -128,10 +128,21 @@ CASES = (
     "mimo_v2_flash",
     "longcat_flash",
     "diffllama_pair",
+    "aria",
+    "mllama",
+    "paddleocr_vl",
+    "deepseek_ocr2",
+    "openai_gpt",
+    "gpt_neox_japanese",
+    "recurrent_gemma",
+    "rwkv",
+    "modernbert_decoder_biases",
+    "ernie4_5_vl",
+    "cohere_compass",
 )
 
 # where transformers has the outputs of the layers and not their inputs
-AFTER = ("mamba2", "falcon_mamba")
+AFTER = ("mamba2", "falcon_mamba", "rwkv")
 
 
 @torch.inference_mode()
@@ -156,6 +167,8 @@ def make(name: str) -> None:
     patterns = [one for one in patterns if one.shape[-2:] == square]
     assert (out.logits[0] - tensors["logits"][0]).abs().max() < 1e-4
     hidden, embedded = out.hidden_states, model.get_input_embeddings()(ids)
+    if model.config.model_type == "rwkv":
+        embedded = model.rwkv.blocks[0].pre_ln(embedded)
     if model.config.model_type in AFTER:
         hidden = (embedded, *hidden[:-2], hidden[-1])
     if hidden[0].ndim == 4:  # several streams, of which the first one, and the final norm

@@ -1071,6 +1071,89 @@ CONFIGS = MappingProxyType(
             "layernorm_linear_attention_alpha": 1.3,
             "layernorm_mlp_beta": 0.7,
         },
+        "aria": {
+            **_DECODER,
+            "architectures": ["AriaTextForCausalLM", "AriaForConditionalGeneration"],
+            "moe_num_experts": 5,
+            "moe_topk": 2,
+            "moe_num_shared_experts": 1,
+        },
+        "emu3": {
+            **_DECODER,
+            "architectures": ["Emu3ForCausalLM", "Emu3ForConditionalGeneration"],
+        },
+        "mllama": {
+            **_DECODER,
+            "architectures": ["MllamaForCausalLM", "MllamaForConditionalGeneration"],
+            "cross_attention_layers": [1],
+            "num_hidden_layers": 3,
+        },
+        "paddleocr_vl": {
+            **_DECODER,
+            "architectures": ["PaddleOCRVLForConditionalGeneration"],
+            "head_dim": 16,
+            "use_bias": True,
+        },
+        "deepseek_ocr2": {
+            **_DECODER,
+            "architectures": ["DeepseekOcr2ForConditionalGeneration"],
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        "ernie4_5_vl": {
+            **_DECODER,
+            "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+            "moe_intermediate_size": [24, 12],
+            "moe_num_experts": [5, 5],
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        "cohere_compass": {
+            **_LAYER_NORM,
+            "architectures": ["CohereCompassForCausalLM"],
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": None,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        "apertus1p5": {**_DECODER, "architectures": ["Apertus1p5TextForCausalLM"]},
+        "phi4_multimodal": {
+            **_DECODER,
+            "architectures": ["Phi4MultimodalForCausalLM"],
+        },
+        "openai_gpt": {**_GPT2, "architectures": ["OpenAIGPTLMHeadModel"]},
+        "gpt_neox_japanese": {
+            **{key: _DECODER[key] for key in _OPT},
+            "architectures": ["GPTNeoXJapaneseForCausalLM"],
+            "intermediate_multiple_size": 2,
+            "layer_norm_eps": 1e-5,
+            "rotary_pct": 0.5,
+        },
+        "recurrent_gemma": {
+            **{key: _DECODER[key] for key in _NEMOTRON_H[:-1]},
+            "architectures": ["RecurrentGemmaForCausalLM"],
+            "num_hidden_layers": 3,
+            "attention_window_size": 512,
+            "lru_width": 48,
+        },
+        "rwkv": {
+            **{key: _DECODER[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
+            "architectures": ["RwkvForCausalLM"],
+            "attention_hidden_size": 48,
+        },
+        "modernbert_decoder": {
+            **{key: _DECODER[key] for key in (*_OPT, "intermediate_size")},
+            "architectures": ["ModernBertDecoderForCausalLM"],
+            "num_hidden_layers": 3,
+            "local_attention": 14,
+            "norm_bias": True,
+        },
         "olmo_hybrid": {
             **_DECODER,
             "architectures": ["OlmoHybridForCausalLM"],
@@ -1143,6 +1226,9 @@ LIKE_OTHERS = (
     ),
     *("gpt_neo", "codegen", "stablelm_12b", "vaultgemma", "hyperclovax", "granite_swa", "biogpt"),
     *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint", "doge"),
+    *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
+    *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
+    *("apertus1p5",),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1160,7 +1246,7 @@ WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
-    *("bailing_hybrid", "nemotron_h_experts", "lfm3"),
+    *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
 )
 
 

@@ -202,12 +202,34 @@ def test_a_wrong_number_is_refused_or_read(name: str) -> None:
     assert refused == {*keys}
 
 
-def test_a_key_of_the_whole_model_and_of_its_text_must_agree() -> None:
+def test_keys_of_the_whole_model_and_of_its_text() -> None:
+    """The tied head and token ids of the whole win; a quantisation of both must be the same."""
+    scheme = {"quant_method": "fp8"}
     own = {**tiny_config("gemma4"), "tie_word_embeddings": True, "eos_token_id": None}
+    own |= {"quantization_config": scheme}
     whole = {"architectures": own["architectures"][1:], "text_config": own, "eos_token_id": 3}
-    assert text_config({**whole, "tie_word_embeddings": True})["eos_token_id"] == 3
-    with pytest.raises(ConfigError, match="'tie_word_embeddings' is False, and True in 'text_conf"):
-        text_config({**whole, "tie_word_embeddings": False})
+    found = text_config({**whole, "tie_word_embeddings": False})
+    assert (found["eos_token_id"], found["tie_word_embeddings"]) == (3, False)
+    assert text_config(whole)["tie_word_embeddings"]
+    assert text_config({**whole, "quantization_config": scheme})["quantization_config"] == scheme
+    with pytest.raises(ConfigError, match="'quantization_config' is .*awq.*, and .*fp8.* in 'text"):
+        text_config({**whole, "quantization_config": {"quant_method": "awq"}})
+
+
+def test_what_a_text_decoder_does_not_read() -> None:
+    """PaliGemma's prompts with images alone see what follows; Qwen3-VL's experts are renormalised
+    whatever the config says; the text of Qwen's Omni models is two levels down.
+    """
+    own = {**tiny_config("gemma"), "model_type": "gemma", "use_bidirectional_attention": True}
+    whole = {"architectures": ["PaliGemmaForConditionalGeneration"], "text_config": own}
+    assert not text_config(whole)["use_bidirectional_attention"]
+    whole["architectures"] = ["LlavaForConditionalGeneration"]
+    assert text_config(whole)["use_bidirectional_attention"]
+    own = {**tiny_config("qwen3_moe"), "model_type": "qwen3_vl_moe_text", "norm_topk_prob": False}
+    inner = {"text_config": own, "tie_word_embeddings": False, "model_type": "thinker"}
+    whole = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "thinker_config": inner}
+    assert text_config(whole)["norm_topk_prob"]
+    assert text_config(whole)["architectures"][0] == "Qwen3MoeForCausalLM"
 
 
 def test_token_ids_of_the_whole_model_win() -> None:
@@ -284,7 +306,7 @@ def test_the_text_of_models_of_text_and_images() -> None:
     }
     model = build_model(text_config(flat), "float32")
     assert model.config == build_model(tiny_config("qwen2"), "float32").config
-    assert model.family.optional_prefix == ("model.language_model.", "language_model.")
+    assert model.family.optional_prefix[:2] == ("model.language_model.", "language_model.")
     other = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "x"}}
     with pytest.raises(UnknownArchitectureError, match="text decoder of LlavaFor.* is 'x'"):
         text_config(other)

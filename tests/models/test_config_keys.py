@@ -144,6 +144,13 @@ READ_BY = {
     "nemotron_h_experts": {"use_bias", "moe_intermediate_size", "num_local_experts"},
     "mimo_v2_flash": {"moe_intermediate_size", "num_local_experts", "attention_chunk_size"},
     "longcat_flash": {"num_local_experts"},
+    "paddleocr_vl": {"use_bias"},
+    "cohere_compass": {"layer_norm_eps", "logit_scale"},
+    "ernie4_5_vl": {"use_bias", "moe_intermediate_size", "num_local_experts"},
+    "modernbert_decoder": {"layer_norm_eps", "position_embedding_type"},
+    "deepseek_ocr2": {"moe_intermediate_size", "num_local_experts"},
+    "aria": {"num_local_experts"},
+    "gpt_neox_japanese": {"layer_norm_eps", "rotary_emb_base", "rotary_pct"},
     "bailing": {*_COUNTS, "moe_intermediate_size", "use_bias"},
     "bailing_v2": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
     "bailing_linear": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
@@ -273,6 +280,8 @@ OF_SECTION |= {("dbrx", name) for name in _ROPE}
 ROUNDING = {"reorder_and_upcast_attn=True", "chunk_size=2", "mamba_chunk_size=2"}
 # and of lightning attention, whose chunks have buffers of their size
 ROUNDING |= {f"block_size{change}" for change in (" missing", "=33", "=64", "=2")}
+# and of RWKV, whose stream may be halved: an epsilon is then larger
+ROUNDING |= {"rescale_every=2"}
 # Angles at the default's bounds are those of the sequences here.
 # So are the chunks of Llama 4.
 NOT_FELT = re.compile(r"rope_parameters\.(beta_fast|truncate) missing|attention_chunk_size missing")

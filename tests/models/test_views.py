@@ -40,7 +40,7 @@ def test_latent_attention_has_heads_of_outputs_only(name: str) -> None:
 
 
 # grouped-query attention
-WITHOUT = ("mamba2", "falcon_mamba", "diffllama", "gemma3n", "jetmoe", "doge")
+WITHOUT = ("mamba2", "falcon_mamba", "diffllama", "gemma3n", "jetmoe", "doge", "rwkv")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (*LATENT, *WITHOUT)])

@@ -113,10 +113,10 @@ def test_config_not_json(folder: Path, text: str) -> None:
 
 
 def test_unknown_architecture(tmp_path: Path, tensors: Tensors) -> None:
-    config = CONFIG | {"architectures": ["RwkvForCausalLM"]}
+    config = CONFIG | {"architectures": ["ReformerForCausalLM"]}
     source = resolve(write_hf_folder(tmp_path, config, tensors))
     with pytest.raises(
-        UnknownArchitectureError, match="RwkvForCausalLM.*ForCausalLM and .* others"
+        UnknownArchitectureError, match="ReformerForCausalLM.*ForCausalLM and .* others"
     ):
         build_model(source.hf_config, "float32")
 

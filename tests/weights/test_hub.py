@@ -453,7 +453,7 @@ def only(hub: Hub, *names: str, **options: Any) -> None:
 
 
 def architecture(hub: Hub) -> None:
-    config = json.dumps({"architectures": ["RwkvForCausalLM"]}).encode()
+    config = json.dumps({"architectures": ["ReformerForCausalLM"]}).encode()
     hub.add("org/other", {"config.json": config, "model.safetensors": b"weights"})
 
 
@@ -538,7 +538,12 @@ FAILURES: tuple[tuple[str, str, Callable[[Hub], None] | None, str], ...] = (
         *("org/other:m-Q8_0", lambda hub: only(hub, "a/m-Q8_0.gguf", "b/m-Q8_0.gguf")),
         "org/other:m-Q8_0 is several files .*; download one, and give its path",
     ),
-    ("architecture", "org/other", architecture, "org/other: architecture RwkvForCausalLM is un"),
+    (
+        "architecture",
+        "org/other",
+        architecture,
+        "org/other: architecture ReformerForCausalLM is",
+    ),
     (
         "GGUF architecture",
         "org/other:Q8_0",

@@ -20,6 +20,8 @@ from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.mixers.lightning_spec import LightningConfig
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
 from jaxinfer.nn.mixers.mamba_spec import MambaConfig
+from jaxinfer.nn.mixers.rg_lru_spec import RgLruConfig
+from jaxinfer.nn.mixers.rwkv_spec import SHIFT, ChannelMixConfig, TimeMixConfig
 from pallas_kernels.delta_prefill import api as delta_prefill
 from pallas_kernels.harness.registry import workspace_of
 from pallas_kernels.latent_prefill import api as latent_prefill
@@ -170,6 +172,22 @@ def mamba_bytes(config: MambaConfig, step: StepShape) -> int:
         return 0
     conv = _conv_bytes(step, config.inner, config.conv_width)
     return conv + 4 * CHUNK * config.inner * (8 * config.state_dim + 6 * _num_chunks(step))
+
+
+def rg_lru_bytes(config: RgLruConfig, step: StepShape) -> int:
+    """In float32 some 8 arrays of the channels of all tokens."""
+    if not step.num_prompts:
+        return 0
+    conv = _conv_bytes(step, config.inner, config.conv_width, silu=False)
+    return conv + 4 * CHUNK * config.inner * 8 * (1 + _num_chunks(step))
+
+
+def rwkv_bytes(config: TimeMixConfig | ChannelMixConfig, step: StepShape) -> int:
+    """In float32 some 8 arrays of the inputs of all tokens, and 12 of the channels."""
+    if not step.num_prompts:
+        return 0
+    conv = _conv_bytes(step, config.width, SHIFT, silu=False, bias=False)
+    return conv + 4 * CHUNK * (8 * config.width + 12 * config.inner) * (1 + _num_chunks(step))
 
 
 def _num_chunks(step: StepShape) -> int:
