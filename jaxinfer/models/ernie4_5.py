@@ -11,78 +11,23 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxinfer.core.errors import ConfigError
-from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, gated_network
-from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import windows_by_layer
-from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
-from pallas_kernels.route.routing import Routing
-
-# transformers' defaults
-_HEAD_DIM, _THETA = 128, 5e5
-_CHOSEN, _SHARED = 6, 2
-TENSORS = ExpertTensors(choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_dims=2)
+from jaxinfer.models.ernie_parts import ERNIE_TENSORS, ernie_config
+from jaxinfer.models.experts import expert_specs
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_param_specs
+from jaxinfer.nn.decoder_config import DecoderSpec
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    bias, windows = hf.flag(config, "use_bias", False), windows_by_layer(config, None)
-    ffns, head_dim = None, hf.positive_int(config, "head_dim", _HEAD_DIM)
-    if "Ernie4_5_MoeForCausalLM" in config.get("architectures", ()):
-        hf.supported_only(config, "use_bias", False)
-        ffns, head_dim = _networks(config, len(windows)), hf.head_dim(config)
-    return gqa_config(
-        config,
-        dtype,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bias,
-        head_dim=head_dim,
-        windows=windows,
-        theta=_THETA,
-        ffns=ffns,
-        tied=True,
-    )
-
-
-def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpec]:
-    """The network of each layer: dense in the first ones, and where an interval skips layers."""
-    hf.supported_only(config, "moe_gate", "topk")
-    hf.supported_only(config, "moe_use_aux_free", True)
-    config.get("moe_capacity")  # of training
-    if hf.positive_float(config, "moe_norm_min", 1e-12) > 1e-6:
-        raise ConfigError("config key 'moe_norm_min' is above 1e-6, which is not supported")
-    each = hf.positive_int(config, "moe_intermediate_size")
-    shared = hf.layer_index(config, "moe_num_shared_experts", _SHARED) * each
-    experts = experts_config(
-        config,
-        count="moe_num_experts",
-        width="moe_intermediate_size",
-        routing=Routing(hf.positive_int(config, "moe_k", _CHOSEN), renormalised=True),
-        choice_bias=True,
-        shared=gated_network(config, shared) if shared else None,
-    )
-    dense = dense_network(config)
-    interval = hf.positive_int(config, "moe_layer_interval", 1)
-    first, last = hf.layer_index(config, "moe_layer_start_index", 1), num_layers - 1
-    if config.get("moe_layer_end_index", -1) != -1:
-        last = hf.layer_index(config, "moe_layer_end_index", last)
-    sparse = (first <= i <= last and (i + 1) % interval == 0 for i in range(num_layers))
-    return [experts if one else dense for one in sparse]
-
-
-def dense_network(config: Mapping[str, Any]) -> FeedForwardConfig:
-    """The network of layers without experts."""
-    return gated_network(config, hf.positive_int(config, "intermediate_size"))
+    return ernie_config(config, dtype)
 
 
 FAMILY = ModelFamily(
     name="ernie4_5",
     config_from_hf=config_from_hf,
     param_specs=partial(
-        gqa_param_specs, interleaved=True, experts=partial(expert_specs, names=TENSORS)
+        gqa_param_specs, interleaved=True, experts=partial(expert_specs, names=ERNIE_TENSORS)
     ),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

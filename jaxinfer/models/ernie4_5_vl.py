@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.models import ernie4_5
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.ernie_parts import ERNIE_TENSORS, dense_network, ernie_config
 from jaxinfer.models.experts import expert_specs
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_param_specs
 from jaxinfer.models.params import ParamSpec, transposed
@@ -63,8 +63,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     own["architectures"] = ["Ernie4_5_MoeForCausalLM"]
     if kinds is not None:
         own |= {"moe_layer_start_index": 0, "moe_layer_end_index": -1, "moe_layer_interval": 1}
-    decoder = ernie4_5.config_from_hf(hf.with_values(given, own), dtype)
-    layers, dense = list(decoder.layers), ernie4_5.dense_network(given)
+    decoder = ernie_config(hf.with_values(given, own), dtype)
+    layers, dense = list(decoder.layers), dense_network(given)
     for i, kind in enumerate(kinds or ()):
         layers[i] = replace(layers[i], ffn=dense) if kind == "dense" else layers[i]
     return replace(decoder, layers=tuple(layers))
@@ -98,7 +98,7 @@ of_text.inverse = _with_images
 
 def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Iterator[ParamSpec]:
     """ERNIE 4.5's parameters, with the router's inputs before its outputs."""
-    for spec in expert_specs(path, source, ffn, width, ernie4_5.TENSORS):
+    for spec in expert_specs(path, source, ffn, width, ERNIE_TENSORS):
         (first, *_), (count, inputs) = spec.sources, (ffn.count, width)
         if spec.path == f"{path}router":
             own = (first._replace(shape=(inputs, count)),)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.models import gpt2
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily, layer_of
+from jaxinfer.models.gpt2_parts import gpt2_config, gpt2_param_specs
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.models.sources import ArraySpec
 from jaxinfer.nn.decoder_config import DecoderSpec
@@ -38,7 +38,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         raise ConfigError(
             f"config key 'afn' is {short(name)}; known activations are {', '.join(_ACTIVATIONS)}"
         )
-    decoder = gpt2.config_from_hf(
+    decoder = gpt2_config(
         hf.with_values(config, {"activation_function": _ACTIVATIONS[name], "n_inner": None}), dtype
     )
     layers = [replace(layer, on_norms=(BlockFactors(),) * 2) for layer in decoder.layers]
@@ -48,7 +48,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 
 def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """GPT-2's parameters; a layer has the last norm of the one before it."""
-    return tuple(_renamed(spec, config) for spec in gpt2.param_specs(config))
+    return tuple(_renamed(spec, config) for spec in gpt2_param_specs(config))
 
 
 def _renamed(spec: ParamSpec, config: DecoderSpec) -> ParamSpec:
