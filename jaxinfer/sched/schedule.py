@@ -24,8 +24,8 @@ holds as well where preempted sequences are offloaded (``TierPolicy.offloads``):
 a request may wait for a load, but the first request is never preempted again, so of the steps after
 it has become the first only those during one load do not count. An admission that restores may be
 left to the next call (``Hold.restores``, or else the call that plans the next step): one more step
-does not count. What a load brings back need not
-be prefilled again, so the first term can only become smaller.
+does not count. What a load brings back need not be prefilled again, so the first term can only
+become smaller.
 
 With ``prefill_first`` a planned step may leave out all decodes, also the first request's, if
 prompts wait or prefill. Such a step computes a chunk of the first prompt, or its rest, so it adds

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
-from jaxinfer.nn.mixers.recurrent import convolved, empty_state, whole_sequence
+from jaxinfer.nn.mixers.recurrent import convolved, started
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 
@@ -39,11 +39,7 @@ class GatedConv(nn.Module):
         w = weight(self, "into")
         y, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias["into_bias"])
         before, after, x = jnp.split(y, 3, axis=1)
-        if state is None:
-            state, rows = empty_state(c.state(y.dtype)), whole_sequence(len(y))
-        else:
-            assert ctx.rows is not None
-            rows = ctx.rows
+        state, rows = started(c, state, y, ctx)
         taps = param(self, "conv")
         mixed, kept = convolved(
             before * x, taps, bias["conv_bias"], state["conv"], rows, ctx, silu=False

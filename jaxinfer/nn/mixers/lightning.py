@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.lightning_spec import LightningConfig
-from jaxinfer.nn.mixers.recurrent import empty_state, whole_sequence
+from jaxinfer.nn.mixers.recurrent import started
 from jaxinfer.nn.mixers.ssd import SsdTokens, grouped_rms_norm, ssd
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
@@ -41,11 +41,7 @@ class Lightning(nn.Module):
         """See ``attention.Attention``."""
         c, is_dense = self.config, state is None
         y, stream, _ = linear(stream, weight(self, "qkvz"), ctx, norm=norm)
-        if state is None:
-            state, rows = empty_state(c.state(y.dtype)), whole_sequence(len(y))
-        else:
-            assert ctx.rows is not None
-            rows = ctx.rows
+        state, rows = started(c, state, y, ctx)
         qkv, gate = jnp.split(y, (3 * c.inner,), axis=1)
         tokens = self._tokens(qkv, norm.eps, ctx)
         out, states = ssd(tokens, state["lightning"], rows, ctx)

@@ -22,8 +22,7 @@ from jaxinfer.nn.mixers.mamba_spec import MambaConfig
 from jaxinfer.nn.mixers.recurrent import (
     PromptRows,
     convolved,
-    empty_state,
-    whole_sequence,
+    started,
     with_kept,
 )
 from jaxinfer.nn.mixers.selective_scan import ScanTokens, selective_decode, selective_prefill
@@ -49,11 +48,7 @@ class Mamba(nn.Module):
         c, is_dense = self.config, state is None
         bias = param(self, "into_bias") if c.bias else None
         y, stream, _ = linear(stream, weight(self, "into"), ctx, norm=norm, bias=bias)
-        if state is None:
-            state, rows = empty_state(c.state(y.dtype)), whole_sequence(len(y))
-        else:
-            assert ctx.rows is not None
-            rows = ctx.rows
+        state, rows = started(c, state, y, ctx)
         x, gate = jnp.split(y, 2, axis=1)
         conv_bias = param(self, "conv_bias") if c.conv_bias else None
         x, kept = convolved(x, param(self, "conv"), conv_bias, state["conv"], rows, ctx, silu=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import PlainOutput, Rows, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
-from jaxinfer.nn.mixers.recurrent import convolved, empty_state, whole_sequence
+from jaxinfer.nn.mixers.recurrent import convolved, started
 from jaxinfer.nn.mixers.ssd import SsdTokens, grouped_rms_norm, ssd
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
@@ -43,11 +43,7 @@ class Mamba2(nn.Module):
         y, stream, _ = linear(stream, weight(self, "into"), ctx, norm=norm, bias=bias)
         if c.multipliers is not None:
             y = y * _by_part(c.multipliers, c.projected.widths, y.dtype)
-        if state is None:
-            state, rows = empty_state(c.state(y.dtype)), whole_sequence(len(y))
-        else:
-            assert ctx.rows is not None
-            rows = ctx.rows
+        state, rows = started(c, state, y, ctx)
         gate, mixed, steps = jnp.split(y, (c.inner, -c.num_heads), axis=1)
         conv_bias = param(self, "conv_bias") if c.conv_bias else None
         taps = param(self, "conv")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,25 @@ def whole_sequence(num_tokens: int) -> Rows:
 def empty_state(state: LayerState) -> LayerArrays:
     """The state of one sequence, for the dense form."""
     return {entry.name: jnp.zeros((1, *entry.shape), entry.dtype) for entry in state.per_slot}
+
+
+class _HasState(Protocol):
+    """A mixer's config."""
+
+    def state(self, dtype: jnp.dtype) -> LayerState: ...
+
+
+def started(
+    config: _HasState,
+    state: LayerArrays | None,
+    x: jax.Array,  # [T, ...]
+    ctx: StepContext,
+) -> tuple[LayerArrays, Rows]:
+    """The state and the rows of a step, or, without state, those of the dense form."""
+    if state is None:
+        return empty_state(config.state(x.dtype)), whole_sequence(len(x))
+    assert ctx.rows is not None
+    return state, ctx.rows
 
 
 class PromptRows(NamedTuple):

@@ -22,8 +22,7 @@ from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.recurrent import (
     PromptRows,
     convolved,
-    empty_state,
-    whole_sequence,
+    started,
     with_kept,
 )
 from jaxinfer.nn.mixers.rg_lru_spec import RgLruConfig
@@ -53,11 +52,7 @@ class RgLru(nn.Module):
         c, is_dense = self.config, state is None
         w, bias = weight(self, "into"), param(self, "into_bias")
         y, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias)
-        if state is None:
-            state, rows = empty_state(c.state(y.dtype)), whole_sequence(len(y))
-        else:
-            assert ctx.rows is not None
-            rows = ctx.rows
+        state, rows = started(c, state, y, ctx)
         gate, x = jnp.split(y, 2, axis=1)
         taps, conv_bias = param(self, "conv"), param(self, "conv_bias")
         x, kept = convolved(x, taps, conv_bias, state["conv"], rows, ctx, silu=False)

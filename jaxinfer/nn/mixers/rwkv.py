@@ -22,8 +22,7 @@ from jaxinfer.nn.linear import Norm, Stream, block_output, linear, normalised
 from jaxinfer.nn.mixers.recurrent import (
     PromptRows,
     convolved,
-    empty_state,
-    whole_sequence,
+    started,
     with_kept,
 )
 from jaxinfer.nn.mixers.rwkv_spec import SHIFT, ChannelMixConfig, TimeMixConfig
@@ -50,7 +49,7 @@ class TimeMix(nn.Module):
     ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``attention.Attention``."""
         stream, h = normalised(stream, norm, ctx)
-        own_state, rows = _started(self.config, state, h, ctx)
+        own_state, rows = started(self.config, state, h, ctx)
         before, kept = _shifted(h, own_state["conv"], rows, ctx)
         inputs = _mixed(h, before, param(self, "mix"))
         k, v, r = (
@@ -109,7 +108,7 @@ class ChannelMix(nn.Module):
     ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``attention.Attention``."""
         stream, h = normalised(stream, norm, ctx)
-        own_state, rows = _started(self.config, state, h, ctx)
+        own_state, rows = started(self.config, state, h, ctx)
         before, kept = _shifted(h, own_state["conv"], rows, ctx)
         x = stream.x
         if only is not None:
@@ -124,19 +123,6 @@ class ChannelMix(nn.Module):
         else:
             delta = delta * gate
         return x, delta, None if state is None else {"conv": kept}
-
-
-def _started(
-    config: TimeMixConfig | ChannelMixConfig,
-    state: LayerArrays | None,
-    h: jax.Array,
-    ctx: StepContext,
-) -> tuple[LayerArrays, Rows]:
-    """The state and the rows of a step, or of the dense form."""
-    if state is None:
-        return empty_state(config.state(h.dtype)), whole_sequence(len(h))
-    assert ctx.rows is not None
-    return state, ctx.rows
 
 
 def _shifted(
