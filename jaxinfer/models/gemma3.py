@@ -8,6 +8,7 @@ width, rounded to the dtype. Layers with a window have another rope.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     rope, local_rope = ropes_by_kind(
         config, head_dim, theta=_GLOBAL_THETA, local_theta=_LOCAL_THETA, local_key=_LOCAL_KEY
     )
-    return gqa_config(
+    decoder = gqa_config(
         config,
         dtype,
         qkv_bias=bias,
@@ -72,6 +73,9 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         norm_dtype=jnp.dtype(jnp.float32),
         embed_scale=hf.positive_int(config, "hidden_size") ** 0.5,
     )
+    # that of published files, 131,072, is already the one with the scaling by 8
+    length = hf.positive_int(config, "max_position_embeddings")
+    return replace(decoder, lengths=(length, length))
 
 
 FAMILY = ModelFamily(

@@ -179,10 +179,11 @@ WITH_IMAGES = (
 
 
 def own_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text decoder's part of a config, with the defaults of its type for keys that it lacks,
-    and with what the file says of the whole model: how it is quantised, whether its head is tied, and its token ids. As in transformers, the latter two win
-    over those of the part: Gemma's ids have the one that ends a turn, too, and transformers ties
-    the heads of some models whose "text_config" has another default.
+    """The text decoder's part of a config, with the defaults of its type for sizes that it lacks,
+    and with what the file says of the whole model: how it is quantised, whether its head is tied,
+    and its token ids. As in transformers, the latter two win over those of the part: Gemma's ids
+    have the one that ends a turn, too, and transformers ties the heads of some models whose
+    "text_config" has another default.
 
     Raises ``ConfigError`` for a quantisation of both whose values differ.
     """
