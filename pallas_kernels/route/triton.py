@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.route import launch
-from pallas_kernels.route.ref import SMALLEST, RouteArgs
+from pallas_kernels.route.ref import GOLDEN, SEED_VALUES, SMALLEST, RouteArgs
 from pallas_kernels.route.xla import logits_of
 from pallas_kernels.skinny_gemm.fixed.triton import skinny_gemm, weights_tile
 from pallas_kernels.skinny_gemm.ref import GemmArgs
@@ -75,7 +75,26 @@ def _group_ranks(
 
 
 @triton.jit
+def _shift(
+    x,  # [D]: of the token
+    INNER: tl.constexpr,  # D
+    COUNT: tl.constexpr,
+    SEED_VALUES: tl.constexpr,
+    GOLDEN: tl.constexpr,
+):
+    """The number by which a token's choices are shifted: see ``ref.shifted``."""
+    hashed = tl.full((), 0, tl.uint32)
+    for i in tl.static_range(SEED_VALUES):  # type: ignore[misc]
+        if i < INNER:
+            bits = tl.load(x + i).to(tl.float32).to(tl.uint32, bitcast=True)
+            hashed = (hashed ^ bits) * tl.full((), GOLDEN, tl.uint32)
+            hashed = hashed ^ (hashed >> 15)
+    return (hashed % COUNT).to(tl.int32)
+
+
+@triton.jit
 def _choose(
+    x,  # [T, D], unused without SHIFTED_AMONG
     logits,  # float32[SPLITS, T, E], to be added
     bias,  # [E], unused without BIAS
     choice_bias,  # float32[E], unused without CHOICE_BIAS
@@ -95,6 +114,10 @@ def _choose(
     RENORMALISED: tl.constexpr,
     SCALE: tl.constexpr,
     LOGIT_SCALE: tl.constexpr,
+    INNER: tl.constexpr,  # D
+    SHIFTED_AMONG: tl.constexpr,  # 0: not shifted
+    SEED_VALUES: tl.constexpr,
+    GOLDEN: tl.constexpr,
     SMALLEST: tl.constexpr,
     NUM_GROUPS: tl.constexpr,  # 0: none
     GROUPS_CHOSEN: tl.constexpr,
@@ -158,6 +181,10 @@ def _choose(
         weight = weight / (tl.sum(weight, 0) + SMALLEST)
     if EXPERT_SCALE:
         weight *= factor
+    if SHIFTED_AMONG > 0:
+        own_x = x + token.to(tl.int64) * INNER
+        chosen += _shift(own_x, INNER, SHIFTED_AMONG, SEED_VALUES, GOLDEN)  # type: ignore[misc]
+        chosen %= SHIFTED_AMONG
     if PADDED:
         chosen = tl.where(tl.load(is_token + token) != 0, chosen, -1)
     at = token * CHOSEN + number
@@ -208,6 +235,7 @@ def _chosen(
     splits_tile = power_of_two(splits)
     tile, groups, results = power_of_two(experts), routing.groups, (tokens, routing.chosen)
     choices, weights = jt.triton_call(
+        args.x,
         logits,
         logits if args.bias is None else args.bias,
         logits if args.choice_bias is None else args.choice_bias,
@@ -233,6 +261,10 @@ def _chosen(
         RENORMALISED=routing.renormalised,
         SCALE=routing.scale,
         LOGIT_SCALE=routing.logit_scale,
+        INNER=args.x.shape[1],
+        SHIFTED_AMONG=routing.shifted_among,
+        SEED_VALUES=SEED_VALUES,
+        GOLDEN=GOLDEN,
         SMALLEST=SMALLEST,
         NUM_GROUPS=0 if groups is None else groups.count,
         GROUPS_CHOSEN=0 if groups is None else groups.chosen,
