@@ -31,6 +31,7 @@ class RouteCase:
     tags: tuple[str, ...] = ("ci",)
 
 
+SHIFTED = Routing(4, renormalised=True, shifted_among=32)
 QWEN3 = Routing(8, renormalised=True)
 GPT_OSS = Routing(4, renormalised=True)
 V2_LITE = Routing(6)
@@ -61,6 +62,19 @@ CASES = (
     RouteCase("phimoe", 9, 64, 16, PHIMOE, padded=True),
     RouteCase("qwen3_bf16", 40, 256, 128, QWEN3, padded=True, dtype="bfloat16"),
     RouteCase("v3_bf16", 17, 256, 256, V3, choice_bias=True, dtype="bfloat16"),
+    # logits of few tokens by a kernel of their own: tiles with rests, and one token, by XLA
+    RouteCase("few_gpt_oss_t8_bf16", 8, 200, 32, GPT_OSS, bias=True, padded=True, dtype="bfloat16"),
+    RouteCase("few_v2_t3_bf16", 3, 300, 32, V2, dtype="bfloat16", padded=True),
+    RouteCase("few_odd_t17_bf16", 17, 203, 60, V2_LITE, dtype="bfloat16", padded=True),
+    RouteCase("few_v3_t64_bf16", 64, 384, 256, V3, choice_bias=True, dtype="bfloat16"),
+    RouteCase("few_wide_t64_f16", 64, 1160, 512, QWEN3, padded=True, dtype="float16"),
+    RouteCase(
+        "few_gemma4_t5_bf16", 5, 264, 128, GEMMA4, expert_scale=True, padded=True, dtype="bfloat16"
+    ),
+    RouteCase("few_phimoe_t3_bf16", 3, 200, 16, PHIMOE, padded=True, dtype="bfloat16"),
+    RouteCase("shifted_t5", 5, 64, 24, QWEN3._replace(shifted_among=20), padded=True),
+    RouteCase("few_shifted_t8_bf16", 8, 200, 32, SHIFTED, bias=True, padded=True, dtype="bfloat16"),
+    RouteCase("one_token_bf16", 1, 136, 60, QWEN3, dtype="bfloat16"),
     *(
         RouteCase(
             f"{name}_t{tokens}",

@@ -31,6 +31,9 @@ class Routing(NamedTuple):
     "sparsemixer" (Liu et al. 2023, arXiv:2310.00811) chooses by logits, one expert after another.
     The weight of each is its softmax over the logits z that are not yet chosen and for which
     (best - z) / max(abs(z), best) is at most ``spread``.
+
+    With ``shifted_among`` a token's choices are then shifted, modulo that number of experts, by a
+    pseudo-random number: for random weights, see ``ref.shifted``.
     """
 
     chosen: int
@@ -40,3 +43,4 @@ class Routing(NamedTuple):
     groups: Groups | None = None
     logit_scale: float = 1.0
     spread: float = 0.0
+    shifted_among: int = 0
