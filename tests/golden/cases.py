@@ -729,6 +729,15 @@ CASES = {
         conv1d_width=3, attention_bias=True, logits_soft_cap=9.0),
     # in two chunks
     "rwkv": case("rwkv", vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=3),
+    # in two chunks
+    "zamba2": case("zamba2", BARE, num_hidden_layers=3, vocab_size=48, max_position_embeddings=96,
+        layers_block_type=["hybrid"] * 3,
+        num_mem_blocks=2, use_shared_attention_adapter=True, adapter_rank=4, use_mem_rope=True,
+        num_key_value_heads=4, add_bias_linear=True, mamba_d_state=16, mamba_ngroups=2, n_mamba_heads=4, mamba_d_conv=3,
+        time_step_min=0.3, rope_parameters=merged(DEFAULT_ROPE, rope_theta=1000.0)),
+    "zamba2_plain": case("zamba2", BARE, num_hidden_layers=3, adapter_rank=8,
+        layers_block_type=["linear_attention", "hybrid", "hybrid"], n_mamba_heads=8,
+        tie_word_embeddings=False),
     "modernbert_decoder": case("modernbert-decoder", WITHOUT_KV, num_hidden_layers=4,
         local_attention=14, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
         sep_token_id=2),

@@ -139,6 +139,7 @@ CASES = (
     "modernbert_decoder_biases",
     "ernie4_5_vl",
     "cohere_compass",
+    "zamba2",
 )
 
 # where transformers has the outputs of the layers and not their inputs

@@ -1147,6 +1147,19 @@ CONFIGS = MappingProxyType(
             "architectures": ["RwkvForCausalLM"],
             "attention_hidden_size": 48,
         },
+        "zamba2": {
+            **_DECODER,
+            "architectures": ["Zamba2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 4,
+            "use_mem_rope": True,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 4,
+            "mamba_d_state": 16,
+        },
         "modernbert_decoder": {
             **{key: _DECODER[key] for key in (*_OPT, "intermediate_size")},
             "architectures": ["ModernBertDecoderForCausalLM"],
@@ -1228,7 +1241,7 @@ LIKE_OTHERS = (
     *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint", "doge"),
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
-    *("apertus1p5",),
+    *("apertus1p5", "zamba2"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1247,6 +1260,7 @@ WITH_STATE = (
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
+    *("zamba2",),
 )
 
 
