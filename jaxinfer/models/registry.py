@@ -174,6 +174,7 @@ _MODULES = (
     ("Apertus1p5TextForCausalLM", "jaxinfer.models.apertus"),
     ("OpenAIGPTLMHeadModel", "jaxinfer.models.openai_gpt"),
     ("GPTNeoXJapaneseForCausalLM", "jaxinfer.models.gpt_neox_japanese"),
+    ("ZambaForCausalLM", "jaxinfer.models.zamba"),
     ("Zamba2ForCausalLM", "jaxinfer.models.zamba2"),
 )
 

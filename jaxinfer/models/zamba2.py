@@ -62,14 +62,12 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     for key in _UNUSED:
         config.get(key)
     hf.supported_only(config, "use_long_context", False)
-    width = hf.positive_int(config, "hidden_size")
-    heads = hf.positive_int(config, "num_attention_heads", 32)
-    config = hf.with_values(config, {"num_attention_heads": heads})
+    width, heads = (hf.positive_int(config, key) for key in ("hidden_size", "num_attention_heads"))
     attention = attention_config(
         config, 2 * width // heads, rotates=hf.flag(config, "use_mem_rope", False)
     )
     network = FeedForwardConfig(
-        width=hf.positive_int(config, "intermediate_size", 4 * width),
+        width=hf.positive_int(config, "intermediate_size"),
         activation=hf.activation(config, "hidden_act", "gelu"),
         gated=True,
         bias=hf.flag(config, "add_bias_linear", False),

@@ -25,7 +25,6 @@ from jaxinfer.nn.mixers.after_block_spec import AfterBlockConfig
 from jaxinfer.nn.placement import Fused
 
 HYBRID, MAMBA = "hybrid", ("linear_attention", "mamba")  # transformers' name, and of older files
-_LENGTH = 4096  # transformers' default
 _NORMS = NormSources(("input_layernorm",))
 
 
@@ -76,14 +75,14 @@ def zamba_decoder(
     """A decoder whose layers have these mixers, some of them after one of the blocks."""
     config.get("num_logits_to_keep")  # which logits other programs return
     width = hf.positive_int(config, "hidden_size")
-    length = hf.positive_int(config, "max_position_embeddings", _LENGTH)
+    length = hf.positive_int(config, "max_position_embeddings")
     return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=width,
         layers=tuple([LayerSpec(mixer, NoNetwork(), "shared") for mixer in mixers]),
         lengths=(length, length),
         norm="rms",
-        norm_eps=hf.positive_float(config, "rms_norm_eps", 1e-5),
+        norm_eps=hf.positive_float(config, "rms_norm_eps"),
         tie_word_embeddings=hf.flag(config, "tie_word_embeddings", True),
         dtype=dtype,
         layer_inputs=SharedBlocksConfig(num_blocks, width),

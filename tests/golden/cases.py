@@ -738,6 +738,13 @@ CASES = {
     "zamba2_plain": case("zamba2", BARE, num_hidden_layers=3, adapter_rank=8,
         layers_block_type=["linear_attention", "hybrid", "hybrid"], n_mamba_heads=8,
         tie_word_embeddings=False),
+    # in two chunks
+    "zamba": case("zamba", BARE, vocab_size=48, max_position_embeddings=96,
+        layers_block_type=["hybrid", "hybrid"],
+        mamba_d_state=8, mamba_dt_rank=3, mamba_conv_bias=False, mamba_proj_bias=True),
+    "zamba_heads": case("zamba", WITHOUT_KV, NO_TOKENS, num_hidden_layers=5, n_mamba_heads=4,
+        num_key_value_heads=4, attn_layer_period=2, attn_layer_offset=1, attention_head_dim=12,
+        mamba_d_state=4, mamba_d_conv=3, hidden_act="silu", tie_word_embeddings=False),
     "modernbert_decoder": case("modernbert-decoder", WITHOUT_KV, num_hidden_layers=4,
         local_attention=14, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
         sep_token_id=2),

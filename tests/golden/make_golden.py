@@ -49,6 +49,7 @@ LENGTHS = {
     "minimax": 80,
     "recurrent_gemma": 80,
     "rwkv": 80,
+    "zamba": 72,
     "zamba2": 72,
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
@@ -67,6 +68,8 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "falcon_mamba": 28,
     "olmo_hybrid": 1,
     "olmo_hybrid_rope": 1,
+    "zamba": 0,
+    "zamba_heads": 1,
     "zamba2": 13,
 }
 HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head.weight")
@@ -108,7 +111,7 @@ ARCHITECTURES = {
 }
 # Eager attention adds ALiBi of Falcon twice: to the mask, and to the scores.
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}
-SOFT = re.compile("q_proj|k_proj|_adapter_list")
+SOFT = re.compile("shared_transf.*(q_proj|k_proj|_adapter_list)")
 POSITIONS, LONG = 131072, 400_000
 
 
@@ -121,7 +124,9 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             noise = noise - 2.0  # slow enough that a state is felt over several chunks
         elif ".rg_lru." in name:  # 1 - decay ** 2 of a decay near 1 is rounded
             noise = 0.2 * noise
-        elif "shared_transf" in name and SOFT.search(name):  # scores that rounding does not decide
+        elif "x_proj_weight" in name:  # of Zamba, whose states grow otherwise
+            noise = noise * 0.2 / tensor.shape[-1] ** 0.5
+        elif SOFT.search(name):  # of scores that rounding does not decide
             noise = noise * 0.75 / tensor.shape[-1] ** 0.5
         elif tensor.ndim >= 2 and not name.endswith("bias"):  # of experts 3
             noise = noise * 1.5 / tensor.shape[-1] ** 0.5

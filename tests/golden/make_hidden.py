@@ -139,6 +139,7 @@ CASES = (
     "modernbert_decoder_biases",
     "ernie4_5_vl",
     "cohere_compass",
+    "zamba",
     "zamba2",
 )
 

@@ -1147,6 +1147,15 @@ CONFIGS = MappingProxyType(
             "architectures": ["RwkvForCausalLM"],
             "attention_hidden_size": 48,
         },
+        "zamba": {
+            **_DECODER,
+            "architectures": ["ZambaForCausalLM"],
+            "num_hidden_layers": 3,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "n_mamba_heads": 4,
+            "mamba_d_state": 8,
+            "mamba_proj_bias": True,
+        },
         "zamba2": {
             **_DECODER,
             "architectures": ["Zamba2ForCausalLM"],
@@ -1241,7 +1250,7 @@ LIKE_OTHERS = (
     *("xglm", "ctrl", "granite_moe_swa", "lfm3", "flint", "doge"),
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
-    *("apertus1p5", "zamba2"),
+    *("apertus1p5", "zamba", "zamba2"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1260,7 +1269,7 @@ WITH_STATE = (
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
-    *("zamba2",),
+    *("zamba", "zamba2"),
 )
 
 
