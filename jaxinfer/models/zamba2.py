@@ -41,11 +41,10 @@ _KEYS = Mamba2Keys(
     groups="mamba_ngroups",
     chunk="chunk_size",
 )
-# Of kernels, and widths that transformers derives from others.
+# Of kernels, of the first values in training, and what is not used.
 _UNUSED = (
-    *("use_mamba_kernels", "use_mem_eff_path", "attention_hidden_size", "attention_head_dim"),
-    *("kv_channels", "num_query_groups", "hybrid_layer_ids", "head_dim"),
-    *("time_step_max", "time_step_floor"),  # of the first values in training
+    *("use_mamba_kernels", "use_mem_eff_path", "time_step_max", "time_step_floor"),
+    *("kv_channels", "num_query_groups"),
 )
 _RANK, _STEP = 128, 0.001  # transformers' defaults
 _M, _H = MAMBA[:1], (HYBRID,)
@@ -63,6 +62,15 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         config.get(key)
     hf.supported_only(config, "use_long_context", False)
     width, heads = (hf.positive_int(config, key) for key in ("hidden_size", "num_attention_heads"))
+    hybrids, uses = kinds(config, _KINDS), 0
+    derived = {
+        "attention_hidden_size": 2 * width,
+        "attention_head_dim": 2 * width // heads,
+        "head_dim": 2 * width // heads,
+        "hybrid_layer_ids": [i for i, hybrid in enumerate(hybrids) if hybrid],
+    }
+    for key, value in derived.items():
+        hf.supported_only(config, key, value)
     attention = attention_config(
         config, 2 * width // heads, rotates=hf.flag(config, "use_mem_rope", False)
     )
@@ -80,7 +88,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
             "config key 'use_shared_attention_adapter' needs as many 'num_key_value_heads' as "
             "'num_attention_heads', since the addends of keys and of queries are equally wide"
         )
-    hybrids, uses = kinds(config, _KINDS), 0
     num_blocks = block_count(config, hf.positive_int(config, "num_mem_blocks", 1), sum(hybrids))
     for hybrid in hybrids:
         block = AfterBlockConfig(

@@ -1150,8 +1150,7 @@ CONFIGS = MappingProxyType(
         "zamba": {
             **_DECODER,
             "architectures": ["ZambaForCausalLM"],
-            "num_hidden_layers": 3,
-            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "layers_block_type": ["hybrid", "hybrid"],
             "n_mamba_heads": 4,
             "mamba_d_state": 8,
             "mamba_proj_bias": True,
@@ -1159,14 +1158,12 @@ CONFIGS = MappingProxyType(
         "zamba2": {
             **_DECODER,
             "architectures": ["Zamba2ForCausalLM"],
-            "num_hidden_layers": 3,
             "num_key_value_heads": 4,
-            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "layers_block_type": ["hybrid", "hybrid"],
             "use_shared_attention_adapter": True,
-            "adapter_rank": 4,
+            "adapter_rank": 8,
             "use_mem_rope": True,
             "n_mamba_heads": 4,
-            "mamba_ngroups": 4,
             "mamba_d_state": 16,
         },
         "modernbert_decoder": {
@@ -1272,6 +1269,9 @@ WITH_STATE = (
     *("zamba", "zamba2"),
 )
 
+# of Zamba's blocks, without which scores are so large that rounding decides
+SMALL = ("to_input", "qkv_a")
+
 
 @cache
 def tiny_model(name: str, dtype: str = "float32") -> tuple[Model, Params]:
@@ -1303,7 +1303,7 @@ def random_params(model: Model, seed: int = 0) -> Params:
             noise = 0.5 * noise
         elif name not in ("embed", "positions"):
             inputs = leaf.shape[-1] if leaf.ndim == 3 else leaf.shape[0]  # of experts: [E, O, I]
-            noise = noise * 1.5 / inputs**0.5
+            noise = noise * (0.3 if name in SMALL else 1.5) / inputs**0.5
         return jnp.asarray(noise, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, abstract_params(model))
