@@ -1161,7 +1161,7 @@ CONFIGS = MappingProxyType(
             "num_key_value_heads": 4,
             "layers_block_type": ["hybrid", "hybrid"],
             "use_shared_attention_adapter": True,
-            "adapter_rank": 8,
+            "adapter_rank": 4,
             "use_mem_rope": True,
             "n_mamba_heads": 4,
             "mamba_d_state": 16,
@@ -1303,7 +1303,7 @@ def random_params(model: Model, seed: int = 0) -> Params:
             noise = 0.5 * noise
         elif name not in ("embed", "positions"):
             inputs = leaf.shape[-1] if leaf.ndim == 3 else leaf.shape[0]  # of experts: [E, O, I]
-            noise = noise * (0.3 if name in SMALL else 1.5) / inputs**0.5
+            noise = noise * (0.15 if name in SMALL else 1.5) / inputs**0.5
         return jnp.asarray(noise, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, abstract_params(model))
