@@ -176,6 +176,9 @@ _MODULES = (
     ("GPTNeoXJapaneseForCausalLM", "jaxinfer.models.gpt_neox_japanese"),
     ("ZambaForCausalLM", "jaxinfer.models.zamba"),
     ("Zamba2ForCausalLM", "jaxinfer.models.zamba2"),
+    ("Kolibri1ForCausalLM", "jaxinfer.models.kolibri1"),
+    ("LaraMiniForCausalLM", "jaxinfer.models.lara_mini"),
+    ("Molmo2ForConditionalGeneration", "jaxinfer.models.molmo2"),
 )
 
 

@@ -49,6 +49,7 @@ LENGTHS = {
     "minimax": 80,
     "recurrent_gemma": 80,
     "rwkv": 80,
+    "lara_mini": 80,
     "zamba": 72,
     "zamba2": 72,
 }
@@ -87,6 +88,7 @@ RENAMED = (
     *("gpt_neox", "gpt_neox_sequential", "nemotron_h", "llava", "qwen2_5_vl", "qwen3_vl"),
     *("gemma3_multimodal", "glm4v", "mistral4", "exaone", "aria", "mllama", "paddleocr_vl"),
     *("paligemma", "smolvlm", "ernie4_5_vl"),
+    *("molmo2", "molmo2_after"),
     *("zamba", "zamba2"),  # which have each block once
 )
 # published files stack the tensors of experts
