@@ -160,7 +160,7 @@ def fused_delta_specs(
     tensors = (_Tensors(("in_proj",), ()), _Tensors(("in_proj",), ()))
     given = _specs(path, own, c, width, norm_dtype, tensors, norm="out_norm")
     specs = {spec.path.removeprefix(path): spec for spec in given}
-    arrays = {name: specs.pop(name).arrays for name in ("qkvz", "ba")}
+    arrays = {name: specs.pop(name).leaves[path + name] for name in ("qkvz", "ba")}
     fused = Source(f"{own}in_proj.weight", (inputs + c.num_v_heads + c.decays, width))
     yield ParamSpec(path.removesuffix("/"), arrays, (fused,), _InAndGates(inputs))
     yield from specs.values()

@@ -54,9 +54,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     for key in _UNUSED:
         config.get(key)
-    width, heads = (
-        hf.positive_int(config, key) for key in ("hidden_size", "num_attention_heads")
-    )
+    width, heads = (hf.positive_int(config, key) for key in ("hidden_size", "num_attention_heads"))
     hf.supported_only(config, "attention_hidden_size", 2 * width)
     key = hf.first_of(config, "attention_head_dim", "head_dim")
     attention = attention_config(
@@ -119,9 +117,7 @@ def _mamba_specs(
     array = ArraySpec((inner, c.rank + 2 * n), ("heads", None))
     yield ParamSpec(f"{path}x", array, (into,), _of_inputs)
     steps = Source(f"{own}dt_proj_weight", (h, each, c.rank))
-    yield ParamSpec(
-        f"{path}dt", ArraySpec((c.rank, inner), (None, "heads")), (steps,), _of_outputs
-    )
+    yield ParamSpec(f"{path}dt", ArraySpec((c.rank, inner), (None, "heads")), (steps,), _of_outputs)
     yield from conv_specs(path, f"{own}conv1d", (c.conv_width, inner), "heads", bias=c.conv_bias)
     rates = Source(f"{own}A_log", (h, each, n))
     array = ArraySpec((inner, n), ("heads", None), _FLOAT32)

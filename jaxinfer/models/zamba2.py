@@ -109,17 +109,13 @@ def _mamba(config: Mapping[str, Any]) -> Mamba2Config:
     """
     given = mamba2_config(config, _KEYS, heads=8, state=64)
     least = hf.positive_float(config, "time_step_min", _STEP)
-    return replace(
-        given, conv_bias=True, norm_eps=1e-5, step_limit=(least, given.step_limit[1])
-    )
+    return replace(given, conv_bias=True, norm_eps=1e-5, step_limit=(least, given.step_limit[1]))
 
 
 FAMILY = ModelFamily(
     name="zamba2",
     config_from_hf=config_from_hf,
-    param_specs=partial(
-        zamba_specs, block="shared_transformer", names=_NAMES, mixers=mamba2_specs
-    ),
+    param_specs=partial(zamba_specs, block="shared_transformer", names=_NAMES, mixers=mamba2_specs),
     # where a block is stored with every layer that uses it
     ignored_tensors=(*GQA_IGNORED_TENSORS, r"model\.layers\.\d+\.shared_transformer\..*"),
 )

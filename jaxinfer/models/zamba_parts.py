@@ -19,7 +19,7 @@ from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec, join_outputs, stack
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.absent import NoNetwork
-from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig, LayerSpec
+from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, LayerSpec
 from jaxinfer.nn.layer_spec import SharedBlocksConfig
 from jaxinfer.nn.mixers.after_block_spec import AfterBlockConfig
 from jaxinfer.nn.placement import Fused
@@ -48,9 +48,7 @@ def block_count(config: Mapping[str, Any], shared: int, uses: int) -> int:
     return min(shared, uses) if hf.flag(config, "tie_word_embeddings", True) else uses
 
 
-def attention_config(
-    config: Mapping[str, Any], head_dim: int, *, rotates: bool
-) -> AttentionConfig:
+def attention_config(config: Mapping[str, Any], head_dim: int, *, rotates: bool) -> AttentionConfig:
     """The attention of every block; half of a head's components are of the stream."""
     num_heads = hf.positive_int(config, "num_attention_heads")
     num_kv_heads = hf.positive_int(config, "num_key_value_heads", num_heads)
@@ -175,8 +173,13 @@ def diagonal(*weights: np.ndarray) -> np.ndarray:  # [O_i, R] each -> [n * R, su
     """Matrices of separate inputs and outputs as one, with zeros elsewhere."""
     n, r = len(weights), weights[0].shape[1]
     rows = [
-        np.concatenate([weight.T if i == j else np.zeros((r, len(weight)), weight.dtype)
-                        for j, weight in enumerate(weights)], axis=1)
+        np.concatenate(
+            [
+                weight.T if i == j else np.zeros((r, len(weight)), weight.dtype)
+                for j, weight in enumerate(weights)
+            ],
+            axis=1,
+        )
         for i in range(n)
     ]
     return np.concatenate(rows)

@@ -177,8 +177,15 @@ VISION = merged(TOWER, patch_size=2, num_position_embeddings=4)
 EXAONE_VISION = merged(TOWER, num_key_value_heads=2, fullatt_block_indexes=[0])
 ENCODER = merged(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
 MOLMO2_VISION = merged(ENCODER, num_key_value_heads=2, head_dim=4, image_size=[4, 4], patch_size=2)
-MOLMO2_ADAPTER = merged(hidden_size=8, num_attention_heads=2, num_key_value_heads=2, head_dim=4,
-    intermediate_size=8, text_hidden_size=32, vision_feature_layer=[0])
+MOLMO2_ADAPTER = merged(
+    hidden_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=4,
+    intermediate_size=8,
+    text_hidden_size=32,
+    vision_feature_layer=[0],
+)
 PIXTRAL = merged(ENCODER, model_type="pixtral", patch_size=2, image_size=4)
 SAM = merged(
     hidden_size=8,
@@ -736,8 +743,9 @@ CASES = {
     "zamba2": case("zamba2", BARE, num_hidden_layers=3, vocab_size=48, max_position_embeddings=96,
         layers_block_type=["hybrid"] * 3,
         num_mem_blocks=2, use_shared_attention_adapter=True, adapter_rank=4, use_mem_rope=True,
-        num_key_value_heads=4, add_bias_linear=True, mamba_d_state=16, mamba_ngroups=2, n_mamba_heads=4, mamba_d_conv=3,
-        time_step_min=0.3, rope_parameters=merged(DEFAULT_ROPE, rope_theta=1000.0)),
+        num_key_value_heads=4, add_bias_linear=True, mamba_d_state=16, mamba_ngroups=2,
+        n_mamba_heads=4, mamba_d_conv=3, time_step_min=0.3,
+        rope_parameters=merged(DEFAULT_ROPE, rope_theta=1000.0)),
     "zamba2_plain": case("zamba2", BARE, num_hidden_layers=3, adapter_rank=8,
         layers_block_type=["linear_attention", "hybrid", "hybrid"], n_mamba_heads=8,
         tie_word_embeddings=False),

@@ -69,9 +69,7 @@ class AfterBlock(nn.Module):
         x = stream.total(ctx.pins)
         out, own = self._block(x, own, ctx, norm)
         delta = linear(out, weight(self, "to_input"), ctx).y
-        _, delta, others = mixer(
-            Stream(x, delta), norm, others, replace(ctx, points=None), only
-        )
+        _, delta, others = mixer(Stream(x, delta), norm, others, replace(ctx, points=None), only)
         x = x if only is None else take_rows(x, only)
         return x, delta, own if others is None else {**(own or {}), **others}
 
@@ -87,7 +85,8 @@ class AfterBlock(nn.Module):
         assert isinstance(given, BlockInputs), "the decoder has no blocks for its layers"
         params = given.blocks[c.block]
         first, second = (
-            replace(norm, weights=params[f"{name}_norm"], row=0) for name in ("attention", "network")
+            replace(norm, weights=params[f"{name}_norm"], row=0)
+            for name in ("attention", "network")
         )
         attention, network = dict(params["attention"]), dict(params["network"])
         if c.qkv_rank is not None:

@@ -1,8 +1,9 @@
 """The selective scan of Mamba in plain XLA: one token of each row, and prompts in chunks.
 
-A token with the step d, the input x, the key b [N] and the query c [N], which are those of the
-channel's head, changes a channel's state s [N] to exp(a d) s + d x b, where a [N] are the channel's rates; its output is s.c. Within a chunk an
-associative scan combines these maps, so no decay is divided by another one. Differentiable.
+A token with the step d, the input x, the key b [N] and the query c [N], which are those of its
+channel's head, changes a channel's state s [N] to exp(a d) s + d x b, where a [N] are the channel's
+rates; its output is s.c. Within a chunk an associative scan combines these maps, so no decay is
+divided by another one. Differentiable.
 """
 
 from __future__ import annotations

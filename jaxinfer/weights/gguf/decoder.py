@@ -23,11 +23,11 @@ def decoder_config(
     """The keys of config.json of decoders whose heads have keys and values of their own width.
 
     With ``partial`` heads may rotate in part; without ``dense`` the file may lack the width of
-    dense networks; with ``scaled`` the caller reads the scale of scores, with ``kv_heads`` it has
-    read their number, with ``value_dim`` the width of values. ``eps`` is the key of the epsilon, by default of RMS norms, others are of
-    LayerNorms; ``activations`` are names of the one that llama.cpp computes, Hugging Face's first.
-    Raises ``CheckpointError`` for a value that is not supported, and ``UnknownArchitectureError``
-    for experts, if no key of theirs was read before.
+    dense networks; with ``scaled`` the caller reads the scale of scores, with ``value_dim`` the
+    width of values; with ``kv_heads`` it has read their number. ``eps`` is the key of the epsilon,
+    by default of RMS norms, others are of LayerNorms; ``activations`` are names of the one that
+    llama.cpp computes, Hugging Face's first. Raises ``CheckpointError`` for a value that is not
+    supported, and ``UnknownArchitectureError`` for experts, if no key of theirs was read before.
     """
     heads = meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")

@@ -167,7 +167,7 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
                 _SIGMOID,
                 constant("expert_weights_norm", True),
                 _without_groups,
-                number("routed_scaling_factor", "expert_weights_scale", 1.0),
+                constant("expert_weights_scale", 0, 1.0),
                 _mimo2,
             ),
         ),
