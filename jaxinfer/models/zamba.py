@@ -104,7 +104,8 @@ def _mamba_specs(
 ) -> Iterator[ParamSpec]:
     """The parameters of ``nn.mixers.mamba``; tensors have a dimension of heads."""
     del norm_dtype
-    own, inner, h, n = f"{source}mamba.", c.inner, c.num_heads, c.state_dim
+    assert (h := c.num_heads) is not None
+    own, inner, n = f"{source}mamba.", c.inner, c.state_dim
     each, both = inner // h, Fused("heads", (inner, inner))
     order = (PackedHeads(inner, (1, 1)),)  # a channel's input and its gate are adjacent
     linears = (

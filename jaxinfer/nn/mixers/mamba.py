@@ -1,5 +1,5 @@
 """Mamba: a selective state space of each channel. Parameters of ``Mamba``, with I channels, states
-of width N, R numbers for steps of a head, and W taps:
+of width N, R numbers for steps, of all channels or of a head's, and W taps:
 
 into [D, 2I]: inputs, gates     into_bias [2I]  with a bias
 conv [W, I]                     conv_bias [I]   with conv_bias
@@ -65,7 +65,7 @@ class Mamba(nn.Module):
     def _tokens(self, x: jax.Array, ctx: StepContext) -> ScanTokens:  # [T, I]
         """The inputs of the scan."""
         c, float32 = self.config, jnp.float32
-        if c.num_heads == 1:  # every device needs the sums over all channels
+        if c.num_heads is None:  # every device needs the sums over all channels
             found = ctx.across(linear(x, weight(self, "x"), ctx).y)[:, None]
         else:
             found = self._by_head(x.reshape(len(x), c.num_heads, -1), "x", "THP,HPO->THO", 0)
@@ -79,7 +79,7 @@ class Mamba(nn.Module):
             parts = [_normalised(part, own, c.norm_eps) for part, own in pairs]
         steps, b, of_c = parts
         biases = param(self, "decay")[0]
-        if c.num_heads == 1:
+        if c.num_heads is None:
             steps = linear(steps[:, 0], weight(self, "dt"), ctx).y.astype(float32)
         else:
             steps = self._by_head(steps, "dt", "THR,RHP->THP", 1).astype(float32)
@@ -89,9 +89,10 @@ class Mamba(nn.Module):
 
     def _by_head(self, x: jax.Array, name: str, equation: str, channels: int) -> jax.Array:
         """Each head's input times its part of a matrix, whose axis ``channels`` is divided."""
+        assert (heads := self.config.num_heads) is not None
         w = param(self, name)
         shape = list(w.shape)
-        shape[channels : channels + 1] = [self.config.num_heads, -1]
+        shape[channels : channels + 1] = [heads, -1]
         y = jnp.einsum(equation, x, w.reshape(shape), preferred_element_type=jnp.float32)
         return y.astype(x.dtype)
 
