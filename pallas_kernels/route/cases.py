@@ -39,6 +39,7 @@ V2 = Routing(6, scale=16.0, groups=Groups(8, 3, "best"))
 V3 = Routing(8, "sigmoid", True, 2.5, Groups(8, 4, "best_two"))
 GEMMA4 = Routing(8, renormalised=True, logit_scale=2816**-0.5)
 KIMI_K2 = Routing(8, "sigmoid", True, 2.827)
+KOLIBRI = Routing(6, "sigmoid", by_logits=True)
 PHIMOE = Routing(2, "sparsemixer", spread=0.5)
 type _Model = tuple[str, tuple[int, int], Routing, tuple[bool, bool]]
 _MODELS: tuple[_Model, ...] = (  # width and experts, bias and bias of the choice
@@ -59,6 +60,7 @@ CASES = (
     RouteCase(
         "gemma4", 3, 64, 24, GEMMA4._replace(logit_scale=3.0), expert_scale=True, padded=True
     ),
+    RouteCase("kolibri", 9, 64, 24, KOLIBRI, choice_bias=True, padded=True),
     RouteCase("phimoe", 9, 64, 16, PHIMOE, padded=True),
     RouteCase("qwen3_bf16", 40, 256, 128, QWEN3, padded=True, dtype="bfloat16"),
     RouteCase("v3_bf16", 17, 256, 256, V3, choice_bias=True, dtype="bfloat16"),

@@ -40,9 +40,9 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
     if routing.scores == "sparsemixer":
         return _sparsemixer(args, np.asarray(logits, np.float64))
     scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
-    ranks = (
-        scores if args.choice_bias is None else scores + jnp.asarray(args.choice_bias, jnp.float32)
-    )
+    ranks = logits if routing.by_logits else scores
+    if args.choice_bias is not None:
+        ranks = ranks + jnp.asarray(args.choice_bias, jnp.float32)
     if routing.groups is not None:
         count, chosen, score = routing.groups
         grouped = jnp.sort(ranks.reshape(len(ranks), count, -1), axis=2, descending=True)

@@ -111,6 +111,7 @@ def _choose(
     SIGMOID: tl.constexpr,
     SPARSEMIXER: tl.constexpr,
     SPREAD: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
     RENORMALISED: tl.constexpr,
     SCALE: tl.constexpr,
     LOGIT_SCALE: tl.constexpr,
@@ -143,7 +144,7 @@ def _choose(
     else:
         powers = tl.exp(z - tl.max(z, 0))
         scores = powers / tl.sum(powers, 0)
-    ranks = z if SPARSEMIXER else scores
+    ranks = z if BY_LOGITS else scores
     if CHOICE_BIAS:
         ranks += tl.load(choice_bias + expert, mask=inside, other=0.0)
     ranks = tl.where(inside, ranks, float("-inf"))
@@ -258,6 +259,7 @@ def _chosen(
         SIGMOID=routing.scores == "sigmoid",
         SPARSEMIXER=routing.scores == "sparsemixer",
         SPREAD=routing.spread,
+        BY_LOGITS=routing.by_logits or routing.scores == "sparsemixer",
         RENORMALISED=routing.renormalised,
         SCALE=routing.scale,
         LOGIT_SCALE=routing.logit_scale,

@@ -32,7 +32,8 @@ def routed(
         return final_choices(args, choices), weights * routing.scale
     is_sigmoid = routing.scores == "sigmoid"
     scores = jax.nn.sigmoid(logits) if is_sigmoid else softmax_last(logits, fixed=fixed)
-    ranks = scores if args.choice_bias is None else scores + args.choice_bias
+    ranks = logits if routing.by_logits else scores
+    ranks = ranks if args.choice_bias is None else ranks + args.choice_bias
     if routing.groups is not None:
         ranks = _of_best_groups(ranks, routing.groups)
     _, choices = jax.lax.top_k(ranks, routing.chosen)  # of equal ones the lower
