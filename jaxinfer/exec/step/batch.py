@@ -286,7 +286,9 @@ def unpack(
     if bucket.num_prefill_tokens:
         row, position, in_row = _prefill_tokens(bucket, seq_lens[d:], starts)
         begins = jnp.concatenate((begins, seq_lens[d:] - (starts[1:] - starts[:-1])))
-        last_prefill = d * q + jnp.maximum(starts[1:] - 1, 0)
+        # of a padding row the step's last token, which is padding unless the bucket is full
+        ends = jnp.where(starts[1:] > starts[:-1], starts[1:], bucket.num_prefill_tokens)
+        last_prefill = d * q + ends - 1
         rows, positions, token_ids, real, last, tokens = (
             jnp.concatenate(parts)
             for parts in (

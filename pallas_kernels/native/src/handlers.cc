@@ -109,6 +109,22 @@ void ForTokens(ffi::ThreadPool& pool, int64_t tokens, std::function<void(int64_t
   }
 }
 
+// Leaves out the tokens whose activations are all zero, as those of padding are: their results are
+// zero, too. `rows` holds the others while the call runs.
+void SkipZeros(ffi::ThreadPool& pool, GemmCall* call, std::vector<int32_t>* rows) {
+  std::vector<uint8_t> is_zero(call->tokens);
+  ForTokens(pool, call->tokens, [&](int64_t token) {
+    const float* x = call->x + token * call->inputs;
+    is_zero[token] = std::all_of(x, x + call->inputs, [](float each) { return each == 0.f; });
+    if (is_zero[token]) std::fill_n(call->out + token * call->outputs, call->outputs, 0.f);
+  });
+  for (int64_t token = 0; token < call->tokens; ++token) {
+    if (!is_zero[token]) rows->push_back(static_cast<int32_t>(token));
+  }
+  call->rows = rows->data();
+  call->tokens = rows->size();
+}
+
 template <class Buffer>
 const void* DataOrNull(const Buffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : buffer.untyped_data();
@@ -154,6 +170,8 @@ ffi::Error Gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer va
     return ffi::Error::InvalidArgument("quantised_gemm: the workspace is too small");
   }
 
+  std::vector<int32_t> rows;
+  SkipZeros(pool, &call, &rows);
   const int64_t most = variant.most_tokens, groups = call.inputs / call.group;
   ParallelFor(pool, (call.tokens + most - 1) / most, [&](int64_t index) {
     const int64_t first = index * most, left = call.tokens - first;
