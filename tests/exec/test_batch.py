@@ -89,6 +89,8 @@ def test_every_index_of_a_batch_is_in_range(
     taken = [*range(len(decodes)), *range(bucket.num_decodes, bucket.num_decodes + len(prefills))]
     last = np.asarray(batch_rows.last_tokens)[taken]
     assert last.tolist() == [span[-1] for span in spans]
+    last_of_padding = np.delete(np.asarray(batch_rows.last_tokens), taken)
+    assert not np.asarray(batch_rows.is_token)[last_of_padding].any()
     padding = np.delete(np.asarray(batch_rows.slots), taken)
     assert np.all(padding == SLOTS) and not np.delete(np.asarray(attention.seq_lens), taken).any()
 
