@@ -112,14 +112,20 @@ void ForTokens(ffi::ThreadPool& pool, int64_t tokens, std::function<void(int64_t
 // Leaves out the tokens whose activations are all zero, as those of padding are: their results are
 // zero, too. `rows` holds the others while the call runs.
 void SkipZeros(ffi::ThreadPool& pool, GemmCall* call, std::vector<int32_t>* rows) {
-  std::vector<uint8_t> is_zero(call->tokens);
-  ForTokens(pool, call->tokens, [&](int64_t token) {
-    const float* x = call->x + token * call->inputs;
-    is_zero[token] = std::all_of(x, x + call->inputs, [](float each) { return each == 0.f; });
-    if (is_zero[token]) std::fill_n(call->out + token * call->outputs, call->outputs, 0.f);
-  });
+  std::vector<int32_t> maybe;  // without a look at every activation
   for (int64_t token = 0; token < call->tokens; ++token) {
-    if (!is_zero[token]) rows->push_back(static_cast<int32_t>(token));
+    const bool is_zero = call->x[token * call->inputs] == 0.f;
+    (is_zero ? maybe : *rows).push_back(static_cast<int32_t>(token));
+  }
+  if (maybe.empty()) return;
+  std::vector<uint8_t> is_zero(maybe.size());
+  ForTokens(pool, maybe.size(), [&](int64_t i) {
+    const float* x = call->x + maybe[i] * call->inputs;
+    is_zero[i] = std::all_of(x, x + call->inputs, [](float each) { return each == 0.f; });
+    if (is_zero[i]) std::fill_n(call->out + maybe[i] * call->outputs, call->outputs, 0.f);
+  });
+  for (size_t i = 0; i < maybe.size(); ++i) {
+    if (!is_zero[i]) rows->push_back(maybe[i]);
   }
   call->rows = rows->data();
   call->tokens = rows->size();
