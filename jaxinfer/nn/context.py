@@ -136,6 +136,10 @@ class StepContext:
     peers: Peers | None = None  # the exchange memory of several devices, if they have some
     num_decodes: int = field(default=0, metadata={"static": True})
     pins: Pins = field(default=NO_PINS, metadata={"static": True})
+    # whether padding begins as zeros. It stays so in a stream that no bias is added to, and the
+    # quantised GEMMs for CPUs leave out such tokens: a step takes the time of its tokens, not that
+    # of its bucket. A GPU's draws would read every block of equal logits.
+    zeros_padding: bool = field(default=False, metadata={"static": True})
     # inside ``jax.shard_map`` the mesh axis along which heads and feed-forward columns are divided
     # (``nn.placement.TENSOR``); None if a device has all of them
     axis: str | None = field(default=None, metadata={"static": True})
@@ -186,12 +190,10 @@ class StepContext:
         return replace(self, pages=tuple([of_tokens(pages) for pages in self.pages]))
 
     def without_padding(self, x: jax.Array) -> jax.Array:  # [T, D]
-        """``x`` with zeros for padding tokens.
-
-        They stay zeros in a stream that no bias is added to, and the GEMMs for CPUs leave out
-        tokens of zeros: a step takes the time of its tokens rather than that of its bucket.
-        """
-        return x if self.rows is None else jnp.where(self.rows.is_token[:, None], x, 0)
+        """``x``, with ``zeros_padding`` with zeros for padding tokens."""
+        if self.rows is None or not self.zeros_padding:
+            return x
+        return jnp.where(self.rows.is_token[:, None], x, 0)
 
     @property
     def splits(self) -> bool:

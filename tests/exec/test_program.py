@@ -19,7 +19,7 @@ from jaxinfer.exec.calls.admit import ADMIT
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.step.batch import pack
-from jaxinfer.exec.step.forward import StepFunction, flat_params, part_of
+from jaxinfer.exec.step.forward import flat_params, part_of
 from jaxinfer.models import build_model
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_config, tiny_model
@@ -143,7 +143,7 @@ def test_padding_stays_zeros(family: str) -> None:
     prompt = ScheduledSeq("r", 0, 1, 0, 5, pages, np.arange(7, 12, dtype=np.int32))
     flat = pack(StepPlan(0, bucket, (), (), (prompt,)), layout)
     whole = part_of(model, range(len(model.config.layers)))
-    step = jax.jit(StepFunction(model, layout, whole, program.keeps_logits).last_part)
+    step = jax.jit(program._function(bucket, whole).last_part)
     state, slots = init_state(program)
     *_, output = step(flat_params(model, params), state, slots, jnp.asarray(flat))
     assert output.hidden is not None and len(output.hidden) == bucket.num_prefill_tokens > 5
