@@ -148,6 +148,10 @@ class StepContext:
     peers: Peers | None = None  # the exchange memory of several devices, if they have some
     num_decodes: int = field(default=0, metadata={"static": True})
     pins: Pins = field(default=NO_PINS, metadata={"static": True})
+    # whether padding begins as zeros. It stays so in a stream that no bias is added to, and the
+    # quantised GEMMs for CPUs leave out such tokens: a step takes the time of its tokens, not that
+    # of its bucket. A GPU's draws would read every block of equal logits.
+    zeros_padding: bool = field(default=False, metadata={"static": True})
     # inside ``jax.shard_map`` the mesh axis along which heads and feed-forward columns are divided
     # (``nn.placement.TENSOR``); None if a device has all of them
     axis: str | None = field(default=None, metadata={"static": True})
@@ -199,6 +203,12 @@ class StepContext:
             return pages._replace(page_table=pages.page_table[of], seq_lens=lens)
 
         return replace(self, pages=tuple([of_tokens(pages) for pages in self.pages]))
+
+    def without_padding(self, x: jax.Array) -> jax.Array:  # [T, D]
+        """``x``, with ``zeros_padding`` with zeros for padding tokens."""
+        if self.rows is None or not self.zeros_padding:
+            return x
+        return jnp.where(self.rows.is_token[:, None], x, 0)
 
     @property
     def splits(self) -> bool:
