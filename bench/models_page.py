@@ -64,6 +64,7 @@ GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
         "falcon-h1": "falcon_h1",
         "granitehybrid": "granite_hybrid",
         "lfm2moe": "lfm2",
+        "mimo2": "mimo_v2_flash",
     }
 )
 WRAPPED = "Of these only the text decoder is read, which is of one of the families above:"

@@ -59,12 +59,12 @@ def costs_of(model: Model) -> Costs:
         if floats[whole].ndim == 3:  # a stack of experts
             expert_bytes += leaf.size * leaf.dtype.itemsize
         elif whole not in tables:
-            weight_bytes += leaf.size * leaf.dtype.itemsize
+            weight_bytes += leaf.size * leaf.dtype.itemsize * _uses(model, name)
     matrices = 0.0
     for name, leaf in floats.items():
         if "/" in name and leaf.ndim >= 2 and "norm" not in name and "bias" not in name:
             used = share if leaf.ndim == 3 else 1
-            matrices += leaf.size * used * (0.5 if name in fp8 else 1)
+            matrices += leaf.size * used * _uses(model, name) * (0.5 if name in fp8 else 1)
     return Costs(
         weight_bytes=weight_bytes,
         kv_bytes=model.state.bytes_per_token,
@@ -75,6 +75,15 @@ def costs_of(model: Model) -> Costs:
         expert_share=share,
         state_bytes=model.state.bytes_per_slot,
     )
+
+
+def _uses(model: Model, name: str) -> int:
+    """How often a step reads a parameter: one of a shared block for each layer that uses it."""
+    start, _, block = name.partition("/block_")
+    if start != "layer_inputs" or not block:
+        return 1
+    own, number = model.config.layers, int(block.split("/")[0])
+    return sum(getattr(layer.mixer, "block", None) == number for layer in own)
 
 
 def _named(params: Params) -> Iterator[tuple[str, Any]]:
@@ -112,11 +121,12 @@ def op_costs_of(model: Model) -> OpCosts:
         if (part := _part_of(name, leaf.ndim, tied=model.config.tie_word_embeddings)) is None:
             continue
         used = whole.expert_share if part == EXPERTS else 1.0
-        count = head_size if part == HEAD else leaf.size
+        uses = _uses(model, name)
+        count = head_size if part == HEAD else leaf.size * uses
         before = found.get(part, Part())
         found[part] = Part(
-            before.count + 1,
-            before.bytes + sizes[name],
+            before.count + uses,
+            before.bytes + sizes[name] * uses,
             before.flops + 2 * count * used * (0.5 if name in fp8 else 1),
         )
     return OpCosts(

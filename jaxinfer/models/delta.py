@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
@@ -135,6 +136,34 @@ def separate_delta_specs(
     yield from _specs(
         path, own, c, width, norm_dtype, tensors, out="o_proj", convs=dict(convs), norm="o_norm"
     )
+
+
+class _InAndGates(NamedTuple):
+    """Inputs and gates from one tensor, whose first ``inputs`` rows are those of inputs."""
+
+    inputs: int
+
+    def __call__(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
+        """The parameters."""
+        return {"qkvz": tensor[: self.inputs].T, "ba": tensor[self.inputs :].T}
+
+    def inverse(self, arrays: Mapping[str, np.ndarray], _: object) -> list[np.ndarray]:
+        """See ``params.tensors_of``."""
+        return [np.concatenate([arrays["qkvz"], arrays["ba"]], axis=1).T]
+
+
+def fused_delta_specs(
+    path: str, source: str, c: DeltaConfig, width: int, norm_dtype: jnp.dtype | None
+) -> Iterator[ParamSpec]:
+    """The same with Lara's names, of which one tensor has all inputs and gates."""
+    own, inputs = f"{source}linear_attn.", sum(c.channels.widths) + c.values
+    tensors = (_Tensors(("in_proj",), ()), _Tensors(("in_proj",), ()))
+    given = _specs(path, own, c, width, norm_dtype, tensors, norm="out_norm")
+    specs = {spec.path.removeprefix(path): spec for spec in given}
+    arrays = {name: specs.pop(name).leaves[path + name] for name in ("qkvz", "ba")}
+    fused = Source(f"{own}in_proj.weight", (inputs + c.num_v_heads + c.decays, width))
+    yield ParamSpec(path.removesuffix("/"), arrays, (fused,), _InAndGates(inputs))
+    yield from specs.values()
 
 
 def channel_delta_specs(

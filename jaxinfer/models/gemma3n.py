@@ -165,7 +165,7 @@ def _networks(config: Mapping[str, Any], activation: str) -> list[FeedForwardSpe
 def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """The parameters of ``Decoder``, with Hugging Face's names of their sources."""
     d, inputs = config.hidden_size, config.layer_inputs
-    assert inputs is not None and isinstance(config.residual, AltUpResidual)
+    assert isinstance(inputs, LayerInputsConfig) and isinstance(config.residual, AltUpResidual)
     mixers = [layer.mixer for layer in config.layers]
     plain = [
         replace(layer, mixer=mixer.attention) if isinstance(mixer, AltUpMixerConfig) else layer

@@ -174,6 +174,11 @@ _MODULES = (
     ("Apertus1p5TextForCausalLM", "jaxinfer.models.apertus"),
     ("OpenAIGPTLMHeadModel", "jaxinfer.models.openai_gpt"),
     ("GPTNeoXJapaneseForCausalLM", "jaxinfer.models.gpt_neox_japanese"),
+    ("ZambaForCausalLM", "jaxinfer.models.zamba"),
+    ("Zamba2ForCausalLM", "jaxinfer.models.zamba2"),
+    ("Kolibri1ForCausalLM", "jaxinfer.models.kolibri1"),
+    ("LaraMiniForCausalLM", "jaxinfer.models.lara_mini"),
+    ("Molmo2ForConditionalGeneration", "jaxinfer.models.molmo2"),
 )
 
 

@@ -133,7 +133,8 @@ class AltUpEnd(nn.Module):
     def __call__(self, stream: Stream, eps: float, ctx: StepContext) -> Stream:
         """The streams after it; ``eps`` is that of the norms of the residual stream."""
         c = self.config
-        assert c.activation is not None and ctx.layer_inputs is not None, "layers have no inputs"
+        assert c.activation is not None
+        assert isinstance(ctx.layer_inputs, jax.Array), "layers have no inputs"
         predicted, own = _split(stream.total(ctx.pins), c.count)
         ways = _ways(self, own, eps, ctx) @ param(self, "correct") + 1
         change = own - predicted[:, c.active]

@@ -9,7 +9,7 @@ points are read or edited, nor on whether the pass is one compiled program or on
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +117,17 @@ class Angles(NamedTuple):
         return Angles(self.cos[tokens], self.sin[tokens])
 
 
+class BlockInputs(NamedTuple):
+    """Inputs of layers with blocks that several layers use: see ``nn.mixers.after_block``."""
+
+    embeddings: jax.Array  # [T, D]
+    blocks: tuple[Any, ...]  # the parameters of each
+
+    def take(self, tokens: jax.Array) -> BlockInputs:  # int32[B]
+        """The inputs for a subset of the tokens."""
+        return self._replace(embeddings=self.embeddings[tokens])
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepContext:
@@ -131,11 +142,16 @@ class StepContext:
     rows: Rows | None = None  # None: one whole sequence, without state
     pages: tuple[Pages, ...] = ()
     angles: tuple[Angles, ...] = ()
-    layer_inputs: jax.Array | None = None  # [T, L, P]: see ``nn.layer_spec``
+    # [T, L, P], or those of blocks that layers share: see ``nn.layer_spec``
+    layer_inputs: jax.Array | BlockInputs | None = None
     arrivals: jax.Ref | None = None  # int32[...]: zeros, as many as ``append_decode`` needs
     peers: Peers | None = None  # the exchange memory of several devices, if they have some
     num_decodes: int = field(default=0, metadata={"static": True})
     pins: Pins = field(default=NO_PINS, metadata={"static": True})
+    # whether padding begins as zeros. It stays so in a stream that no bias is added to, and the
+    # quantised GEMMs for CPUs leave out such tokens: a step takes the time of its tokens, not that
+    # of its bucket. A GPU's draws would read every block of equal logits.
+    zeros_padding: bool = field(default=False, metadata={"static": True})
     # inside ``jax.shard_map`` the mesh axis along which heads and feed-forward columns are divided
     # (``nn.placement.TENSOR``); None if a device has all of them
     axis: str | None = field(default=None, metadata={"static": True})
@@ -148,7 +164,8 @@ class StepContext:
         """The context of a layer with paged kinds in ``groups`` and rope config ``rotation``."""
         pages = tuple([self.pages[group] for group in groups]) if self.pages else ()
         angles = () if rotation is None else (self.angles[rotation],)
-        inputs = None if self.layer_inputs is None else self.layer_inputs[:, layer]
+        inputs = self.layer_inputs
+        inputs = inputs[:, layer] if isinstance(inputs, jax.Array) else inputs
         own = replace(self, pages=pages, angles=angles, layer_inputs=inputs)
         points, shared = self.points, self.rows is None  # equal layers share a trace
         if shared or not isinstance(points, Points) or layer not in points.layers:
@@ -158,7 +175,9 @@ class StepContext:
     def of_tokens(self, tokens: jax.Array) -> StepContext:  # int32[B]
         """The context of these tokens alone, for what processes each token separately."""
         rows = self.rows and self.rows._replace(is_token=self.rows.is_token[tokens])
-        inputs = None if self.layer_inputs is None else self.layer_inputs[tokens]
+        inputs = self.layer_inputs
+        if inputs is not None:
+            inputs = inputs.take(tokens) if isinstance(inputs, BlockInputs) else inputs[tokens]
         return replace(self, positions=self.positions[tokens], rows=rows, layer_inputs=inputs)
 
     def of_rows(self, tokens: jax.Array) -> StepContext:  # int32[B]
@@ -184,6 +203,12 @@ class StepContext:
             return pages._replace(page_table=pages.page_table[of], seq_lens=lens)
 
         return replace(self, pages=tuple([of_tokens(pages) for pages in self.pages]))
+
+    def without_padding(self, x: jax.Array) -> jax.Array:  # [T, D]
+        """``x``, with ``zeros_padding`` with zeros for padding tokens."""
+        if self.rows is None or not self.zeros_padding:
+            return x
+        return jnp.where(self.rows.is_token[:, None], x, 0)
 
     @property
     def splits(self) -> bool:

@@ -292,7 +292,7 @@ class Decoder(nn.Module):
             x = x + take_rows(self.positions, places)
         if self.spec.sinusoids is not None:
             x = x + self.spec.sinusoids.of(places, x.shape[-1]).astype(x.dtype)
-        return self.residual.begin(ctx.at("embed", x))
+        return self.residual.begin(ctx.at("embed", ctx.without_padding(x)))
 
     def _embedding(self, token_ids: jax.Array, ctx: StepContext) -> jax.Array:  # [T, D]
         x = self.embed.take_of(token_ids, ctx).astype(self.spec.dtype)

@@ -23,6 +23,7 @@ from jaxinfer.nn.layer_spec import (
     NormKind,
     NormPlaces,
     NormSpec,
+    SharedBlocksConfig,
 )
 from jaxinfer.nn.positions import Alibi, Sinusoids
 from jaxinfer.nn.residual_spec import PlainResidual, ResidualSpec
@@ -313,7 +314,7 @@ class DecoderSpec:
     table without parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they
     have so many elements, and are projected to the stream. ``dtype`` is that of weights and
     activations, ``norm_dtype`` that of norms (None: ``dtype``), ``final_norm_eps`` the epsilon of
-    the final norm (None: ``norm_eps``). ``layer_inputs`` are inputs of single layers. With
+    the final norm (None: ``norm_eps``). ``layer_inputs`` are inputs of layers. With
     ``head_activation`` a matrix, this activation and a norm precede the head. Logits x, with a bias
     (``head_bias``) and times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
     """
@@ -335,7 +336,7 @@ class DecoderSpec:
     embed_norm: bool = False
     embed_width: int | None = None
     residual: ResidualSpec = PlainResidual()
-    layer_inputs: LayerInputsConfig | None = None
+    layer_inputs: LayerInputsConfig | SharedBlocksConfig | None = None
     logit_cap: float | None = None
     logit_scale: float | None = None
     head_bias: bool = False
@@ -348,9 +349,7 @@ class DecoderSpec:
         return replace(self, layers=tuple(layers))
 
     def with_pages(self, dtype: jnp.dtype) -> DecoderSpec:
-        """The decoder with pages of ``dtype``; raises ``ConfigError`` if a layer has others, or if
-        none has any.
-        """
+        """The decoder with pages of ``dtype``; raises ``ConfigError`` if it has others, or none."""
         layers = tuple(_with_pages(layer, self.dtype, dtype) for layer in self.layers)
         if layers == self.layers:
             raise ConfigError("the model has no pages of keys and values; leave out kv_cache_dtype")

@@ -64,7 +64,7 @@ class LayerEnd(nn.Module):
             return Stream(stream.x, replace(end, factor=factor))
         x = stream.total(ctx.pins)
         if self.config.activation is not None:
-            assert ctx.layer_inputs is not None, "the decoder has no inputs for its layers"
+            assert isinstance(ctx.layer_inputs, jax.Array), "the layers have no inputs"
             hidden = linear(x, weight(self, "end_gate"), ctx).y
             hidden = ACTIVATIONS[self.config.activation](hidden) * ctx.layer_inputs
             out = linear(hidden, weight(self, "end_projection"), ctx).y

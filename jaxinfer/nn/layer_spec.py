@@ -49,9 +49,33 @@ class LayerInputsConfig:
     norm_eps: float
     num_tokens: int
 
+    @property
+    def elements(self) -> int:
+        """Elements of a token's inputs of all layers."""
+        return self.num_layers * self.width
+
     def module(self) -> nn.Module:
         """The module of all layers' inputs."""
         return import_module("jaxinfer.nn.layer_inputs").LayerInputs(self)
+
+
+@dataclass(frozen=True)
+class SharedBlocksConfig:
+    """The inputs of layers with an ``AfterBlockConfig``: the token's embedding of ``width``
+    elements, and the parameters of ``count`` blocks, each of which several layers use.
+    """
+
+    count: int
+    width: int
+
+    @property
+    def elements(self) -> int:
+        """See ``LayerInputsConfig``; all layers have the same."""
+        return self.width
+
+    def module(self) -> nn.Module:
+        """The module, which has the parameters of all blocks."""
+        return import_module("jaxinfer.nn.mixers.after_block").SharedBlocks(self)
 
 
 @dataclass(frozen=True)

@@ -270,10 +270,8 @@ def linear(
     GELU(gate) * up, of a dense weight. ``keep`` returns the
     normalised tokens, too, which is a kernel more.
 
-    A ``partial`` result has no bias and may be the partials of a split-K kernel, which the caller
-    adds.
+    A ``partial`` result may be the partials of a split-K kernel, which the caller adds.
     """
-    assert not partial or bias is None, "each partial would have the bias"
     stream, h = x if isinstance(x, Stream) else Stream(x), None
     inside = None if swiglu else bias  # of the GEMM
     if norm is not None and w.matrix is not None and not keep and norm.joins_gemm(stream):
@@ -307,10 +305,11 @@ def block_output(
     """``x`` times a block's last weight, plus the bias: the delta of a ``Stream``.
 
     It may be the partials of a split-K kernel, which the next norm adds. On a mesh each device has
-    a part of ``x``'s columns and of the weight's inputs. With a bias it is the whole sum.
+    a part of ``x``'s columns and of the weight's inputs; with a bias it is then the whole sum.
     """
-    y = linear(x, w, ctx, partial=bias is None).y
-    return ctx.addends(y) if bias is None else ctx.across(y) + bias
+    if bias is not None and ctx.axis is not None:
+        return ctx.across(linear(x, w, ctx).y) + bias
+    return ctx.addends(linear(x, w, ctx, bias=bias, partial=True).y)
 
 
 def divided_rms_norm(

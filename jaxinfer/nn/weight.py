@@ -42,7 +42,7 @@ class Matmul(NamedTuple):
     gelu: bool = False  # with swiglu, of a dense weight: GELU by tanh instead of SiLU
     split: bool = False  # the result may be split-K partials float32[S, T, O]
     wide: bool = False  # the result is float32[..., O], for logits
-    bias: jax.Array | None = None  # [O], added to the result; not with swiglu, split or wide
+    bias: jax.Array | None = None  # [O], added to the result; not with swiglu or wide
 
 
 class Weight(ABC):
@@ -148,7 +148,8 @@ class QuantisedWeight(Weight):
     def matmul(self, x: jax.Array, how: Matmul) -> jax.Array:
         """See ``Weight``."""
         flat = x.reshape(-1, x.shape[-1]) if how.wide else x
-        static = {"swiglu": how.swiglu, "split": how.split, "wide": how.wide}
+        split = how.split and how.bias is None  # these kernels add it to whole sums
+        static = {"swiglu": how.swiglu, "split": split, "wide": how.wide}
         args = QuantisedGemmArgs(x=flat, w=self.matrix, bias=how.bias, **static)
         y = quantised_gemm(args, how.pins.of("quantised_gemm"))
         return y.reshape(*x.shape[:-1], -1) if how.wide else y

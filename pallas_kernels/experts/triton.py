@@ -20,6 +20,7 @@ from pallas_kernels.lib.numerics import power_of_two
 
 COUNTED_AT_ONCE = 1024  # pairs that each CTA counts itself
 BLOCK = 512  # pairs of a CTA, if there are more
+PART = 128  # pairs that are compared with each other: of a CTA, if there are few
 ONE_HOT = 1 << 14  # elements of a comparison of pairs with experts, in registers
 COUNTED_TOGETHER = 1 << 12  # elements of the same comparison, of which each thread adds up some
 COLUMNS = 1024  # of a token that a CTA adds up
@@ -151,11 +152,11 @@ def tiles_of(choices: jax.Array, num_experts: int, width: int) -> Tiles:  # int3
     pairs, number = choices.size, max_tiles(choices.size, num_experts, width)
     tile = power_of_two(num_experts)
     counted = pairs > COUNTED_AT_ONCE
-    part = max(16, min(power_of_two(pairs), ONE_HOT // tile, 128))
+    part = max(16, min(power_of_two(pairs), ONE_HOT // tile, PART))
     block = BLOCK if counted else part
     grid = (-(-pairs // block),)
     sizes: Any = {"PAIRS": pairs, "EXPERTS_TILE": tile, "BLOCK": block}
-    chunk = max(1, min(COUNTED_TOGETHER // tile, block))
+    chunk = max(1, min(COUNTED_TOGETHER // tile, block if counted else power_of_two(pairs)))
     flat = choices.reshape(-1)
     counts = flat
     if counted:

@@ -79,7 +79,7 @@ def check_partials(
 
 
 def check_bias(op: str, bias: jax.Array | None, outputs: int, *, alone: bool) -> None:
-    """Raise ValueError if the bias of a GEMM has another shape, or is not all that it adds."""
+    """Raise ValueError if the bias of a GEMM has another shape, or the GEMM can have none."""
     if bias is None:
         return
     if bias.shape != (outputs,):

@@ -5,7 +5,7 @@ Each token's activations are rounded to 16 bits in blocks of 32 (16 where weight
 definition by some 2e-5 of its usual size (8 bits: 5e-3, which changed answers of small models).
 Weights in fp8 are converted to float32 in registers and multiplied by activations in float32,
 which are not rounded. A result depends on neither the other tokens of a call nor the number of
-threads.
+threads. Tokens of zeros, as those of padding, are left out: their results are zeros.
 """
 
 from __future__ import annotations

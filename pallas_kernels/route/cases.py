@@ -31,6 +31,7 @@ class RouteCase:
     tags: tuple[str, ...] = ("ci",)
 
 
+SHIFTED = Routing(4, renormalised=True, shifted_among=32)
 QWEN3 = Routing(8, renormalised=True)
 GPT_OSS = Routing(4, renormalised=True)
 V2_LITE = Routing(6)
@@ -38,6 +39,7 @@ V2 = Routing(6, scale=16.0, groups=Groups(8, 3, "best"))
 V3 = Routing(8, "sigmoid", True, 2.5, Groups(8, 4, "best_two"))
 GEMMA4 = Routing(8, renormalised=True, logit_scale=2816**-0.5)
 KIMI_K2 = Routing(8, "sigmoid", True, 2.827)
+KOLIBRI = Routing(6, "sigmoid", by_logits=True)
 PHIMOE = Routing(2, "sparsemixer", spread=0.5)
 type _Model = tuple[str, tuple[int, int], Routing, tuple[bool, bool]]
 _MODELS: tuple[_Model, ...] = (  # width and experts, bias and bias of the choice
@@ -58,9 +60,23 @@ CASES = (
     RouteCase(
         "gemma4", 3, 64, 24, GEMMA4._replace(logit_scale=3.0), expert_scale=True, padded=True
     ),
+    RouteCase("kolibri", 9, 64, 24, KOLIBRI, choice_bias=True, padded=True),
     RouteCase("phimoe", 9, 64, 16, PHIMOE, padded=True),
     RouteCase("qwen3_bf16", 40, 256, 128, QWEN3, padded=True, dtype="bfloat16"),
     RouteCase("v3_bf16", 17, 256, 256, V3, choice_bias=True, dtype="bfloat16"),
+    # logits of few tokens by a kernel of their own: tiles with rests, and one token, by XLA
+    RouteCase("few_gpt_oss_t8_bf16", 8, 200, 32, GPT_OSS, bias=True, padded=True, dtype="bfloat16"),
+    RouteCase("few_v2_t3_bf16", 3, 300, 32, V2, dtype="bfloat16", padded=True),
+    RouteCase("few_odd_t17_bf16", 17, 203, 60, V2_LITE, dtype="bfloat16", padded=True),
+    RouteCase("few_v3_t64_bf16", 64, 384, 256, V3, choice_bias=True, dtype="bfloat16"),
+    RouteCase("few_wide_t64_f16", 64, 1160, 512, QWEN3, padded=True, dtype="float16"),
+    RouteCase(
+        "few_gemma4_t5_bf16", 5, 264, 128, GEMMA4, expert_scale=True, padded=True, dtype="bfloat16"
+    ),
+    RouteCase("few_phimoe_t3_bf16", 3, 200, 16, PHIMOE, padded=True, dtype="bfloat16"),
+    RouteCase("shifted_t5", 5, 64, 24, QWEN3._replace(shifted_among=20), padded=True),
+    RouteCase("few_shifted_t8_bf16", 8, 200, 32, SHIFTED, bias=True, padded=True, dtype="bfloat16"),
+    RouteCase("one_token_bf16", 1, 136, 60, QWEN3, dtype="bfloat16"),
     *(
         RouteCase(
             f"{name}_t{tokens}",

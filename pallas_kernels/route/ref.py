@@ -11,6 +11,8 @@ import numpy as np
 from pallas_kernels.harness.registry import STATIC
 from pallas_kernels.route.routing import Routing
 
+SEED_VALUES = 8  # of a token, from which ``shifted`` draws
+GOLDEN = 0x9E3779B1  # 2 ** 32 / the golden ratio: Fibonacci hashing (Knuth 1973)
 SMALLEST = 1e-20  # added to a sum of weights, which may be 0 (DeepSeek-V3)
 
 
@@ -38,9 +40,9 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
     if routing.scores == "sparsemixer":
         return _sparsemixer(args, np.asarray(logits, np.float64))
     scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
-    ranks = (
-        scores if args.choice_bias is None else scores + jnp.asarray(args.choice_bias, jnp.float32)
-    )
+    ranks = logits if routing.by_logits else scores
+    if args.choice_bias is not None:
+        ranks = ranks + jnp.asarray(args.choice_bias, jnp.float32)
     if routing.groups is not None:
         count, chosen, score = routing.groups
         grouped = jnp.sort(ranks.reshape(len(ranks), count, -1), axis=2, descending=True)
@@ -55,9 +57,36 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
         weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)
     if args.expert_scale is not None:
         weights = weights * jnp.asarray(args.expert_scale, jnp.float32)[choices]
-    if args.is_token is not None:
-        choices = jnp.where(jnp.asarray(args.is_token)[:, None], choices, -1)
-    return choices, weights * routing.scale
+    return final_choices(args, choices), weights * routing.scale
+
+
+def final_choices(args: RouteArgs, choices: jax.Array) -> jax.Array:  # int32[T, k]
+    """The router's choices shifted, if they are to be; -1 for padding."""
+    if args.routing.shifted_among:
+        choices = shifted(choices, args.x, args.routing.shifted_among)
+    if args.is_token is None:
+        return choices
+    return jnp.where(jnp.asarray(args.is_token)[:, None], choices, -1)
+
+
+def shifted(
+    choices: jax.Array,  # int32[T, k]
+    x: jax.Array,  # [T, D]
+    count: int,
+) -> jax.Array:  # int32[T, k]
+    """The choices, all shifted by a pseudo-random number of experts that depends on the token.
+
+    Each expert is then chosen with probability k / count whatever the router says, and different
+    tokens choose independently. (With random weights the tokens of a batch may be so alike that
+    most choose the same experts.) A token's experts depend on no other token.
+    """
+    bits = jax.lax.bitcast_convert_type(x[:, :SEED_VALUES].astype(jnp.float32), jnp.uint32)
+    hashed = jnp.zeros(len(x), jnp.uint32)
+    for i in range(bits.shape[1]):
+        hashed = (hashed ^ bits[:, i]) * jnp.uint32(GOLDEN)
+        hashed = hashed ^ (hashed >> 15)
+    shift = (hashed % jnp.uint32(count)).astype(jnp.int32)
+    return (choices + shift[:, None]) % count
 
 
 def _sparsemixer(
@@ -77,6 +106,4 @@ def _sparsemixer(
             choices[t, i] = best
             weights[t, i] = routing.scale / sum(np.exp(row[e] - top) for e in near)
             left.remove(best)
-    if args.is_token is not None:
-        choices[~np.asarray(args.is_token)] = -1
-    return jnp.asarray(choices), jnp.asarray(weights)
+    return final_choices(args, jnp.asarray(choices)), jnp.asarray(weights)

@@ -26,11 +26,14 @@ class Routing(NamedTuple):
     chosen logits alone, gpt-oss's, is a softmax over all of them, ``renormalised``.) Experts are
     chosen by score, plus a bias if there is one; their weights are the scores without the bias,
     divided by their sum if ``renormalised``, times ``scale``. Logits are multiplied by
-    ``logit_scale`` first.
+    ``logit_scale`` first. With ``by_logits`` experts are chosen by logit, plus the bias.
 
     "sparsemixer" (Liu et al. 2023, arXiv:2310.00811) chooses by logits, one expert after another.
     The weight of each is its softmax over the logits z that are not yet chosen and for which
     (best - z) / max(abs(z), best) is at most ``spread``.
+
+    With ``shifted_among`` a token's choices are then shifted, modulo that number of experts, by a
+    pseudo-random number: for random weights, see ``ref.shifted``.
     """
 
     chosen: int
@@ -40,3 +43,5 @@ class Routing(NamedTuple):
     groups: Groups | None = None
     logit_scale: float = 1.0
     spread: float = 0.0
+    by_logits: bool = False
+    shifted_among: int = 0

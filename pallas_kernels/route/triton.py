@@ -1,4 +1,8 @@
-"""route in Triton: XLA multiplies, then one launch chooses, with one CTA per token."""
+"""route in Triton: a launch that chooses, with one CTA per token, after the logits.
+
+Of a few tokens in 16 bits another launch makes them, split over K, and the first adds the partials.
+Of others XLA does.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,45 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.lib.numerics import power_of_two
-from pallas_kernels.route.ref import SMALLEST, RouteArgs
+from pallas_kernels.route import launch
+from pallas_kernels.route.ref import GOLDEN, SEED_VALUES, SMALLEST, RouteArgs
 from pallas_kernels.route.xla import logits_of
-from pallas_kernels.skinny_gemm.fixed.triton import skinny_gemm
+from pallas_kernels.skinny_gemm.fixed.triton import skinny_gemm, weights_tile
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 VALUES_OF_WARP = 256  # scores of experts, 8 of each thread
+PARTIALS_OF_WARP = 1024
+
+
+@triton.jit
+def _multiply(
+    x,  # [T, D]
+    w,  # [E, D]
+    partials,  # float32[SPLITS, T, E]
+    num_tokens,  # T; not a constexpr, so that several buckets share a kernel
+    EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,  # D
+    TOKENS_TILE: tl.constexpr,
+    EXPERTS_TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """A split's addends of the logits of all tokens and a tile of experts."""
+    EVEN: tl.constexpr = INNER == BLOCK_K * BLOCKS * SPLITS
+    token = tl.arange(0, TOKENS_TILE)
+    expert = tl.program_id(0) * EXPERTS_TILE + tl.arange(0, EXPERTS_TILE)
+    split = tl.program_id(1)
+    is_token, is_expert = token < num_tokens, expert < EXPERTS
+    acc = tl.zeros((TOKENS_TILE, EXPERTS_TILE), tl.float32)
+    for block in range(BLOCKS):
+        inner = (split * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = is_token[:, None] if EVEN else is_token[:, None] & (inner < INNER)[None, :]
+        tokens = tl.load(x + token[:, None] * INNER + inner[None, :], mask=mask, other=0.0)
+        own = weights_tile(w, inner, expert, is_expert, INNER, EXPERTS, True, EVEN)
+        acc = tl.dot(tokens, own, acc)
+    at = (split * num_tokens + token)[:, None] * EXPERTS + expert[None, :]
+    tl.store(partials + at, acc, mask=is_token[:, None] & is_expert[None, :])
 
 
 @triton.jit
@@ -38,8 +75,27 @@ def _group_ranks(
 
 
 @triton.jit
+def _shift(
+    x,  # [D]: of the token
+    INNER: tl.constexpr,  # D
+    COUNT: tl.constexpr,
+    SEED_VALUES: tl.constexpr,
+    GOLDEN: tl.constexpr,
+):
+    """The number by which a token's choices are shifted: see ``ref.shifted``."""
+    hashed = tl.full((), 0, tl.uint32)
+    for i in tl.static_range(SEED_VALUES):  # type: ignore[misc]
+        if i < INNER:
+            bits = tl.load(x + i).to(tl.float32).to(tl.uint32, bitcast=True)
+            hashed = (hashed ^ bits) * tl.full((), GOLDEN, tl.uint32)
+            hashed = hashed ^ (hashed >> 15)
+    return (hashed % COUNT).to(tl.int32)
+
+
+@triton.jit
 def _choose(
-    logits,  # float32[T, E]
+    x,  # [T, D], unused without SHIFTED_AMONG
+    logits,  # float32[SPLITS, T, E], to be added
     bias,  # [E], unused without BIAS
     choice_bias,  # float32[E], unused without CHOICE_BIAS
     expert_scale,  # [E], unused without EXPERT_SCALE
@@ -48,14 +104,21 @@ def _choose(
     weights,  # float32[T, k]
     EXPERTS: tl.constexpr,
     TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_TILE: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOSEN_TILE: tl.constexpr,
     SIGMOID: tl.constexpr,
     SPARSEMIXER: tl.constexpr,
     SPREAD: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
     RENORMALISED: tl.constexpr,
     SCALE: tl.constexpr,
     LOGIT_SCALE: tl.constexpr,
+    INNER: tl.constexpr,  # D
+    SHIFTED_AMONG: tl.constexpr,  # 0: not shifted
+    SEED_VALUES: tl.constexpr,
+    GOLDEN: tl.constexpr,
     SMALLEST: tl.constexpr,
     NUM_GROUPS: tl.constexpr,  # 0: none
     GROUPS_CHOSEN: tl.constexpr,
@@ -68,7 +131,10 @@ def _choose(
     token = tl.program_id(0)
     expert = tl.arange(0, TILE)
     inside = expert < EXPERTS
-    z = tl.load(logits + token * EXPERTS + expert, mask=inside, other=float("-inf"))
+    split = tl.arange(0, SPLITS_TILE)[:, None]
+    at_logit = (split * tl.num_programs(0) + token) * EXPERTS + expert[None, :]
+    partials = tl.load(logits + at_logit, mask=(split < SPLITS) & inside[None, :], other=0.0)
+    z = tl.where(inside, tl.sum(partials, 0), float("-inf"))
     if LOGIT_SCALE != 1.0:
         z *= LOGIT_SCALE
     if BIAS:
@@ -78,7 +144,7 @@ def _choose(
     else:
         powers = tl.exp(z - tl.max(z, 0))
         scores = powers / tl.sum(powers, 0)
-    ranks = z if SPARSEMIXER else scores
+    ranks = z if BY_LOGITS else scores
     if CHOICE_BIAS:
         ranks += tl.load(choice_bias + expert, mask=inside, other=0.0)
     ranks = tl.where(inside, ranks, float("-inf"))
@@ -99,8 +165,7 @@ def _choose(
     chosen = tl.zeros((CHOSEN_TILE,), tl.int32)
     weight = tl.zeros((CHOSEN_TILE,), tl.float32)
     for i in tl.static_range(CHOSEN):  # type: ignore[misc]
-        best = tl.max(ranks, 0)
-        first = tl.min(tl.where(ranks == best, expert, TILE), 0)
+        best, first = tl.max(ranks, 0, return_indices=True)  # of equal ones the first
         chosen = tl.where(number == i, first, chosen)
         if SPARSEMIXER:  # a softmax of those that are near the best and not yet chosen
             near = best - z <= SPREAD * tl.maximum(tl.abs(z), best)
@@ -117,6 +182,10 @@ def _choose(
         weight = weight / (tl.sum(weight, 0) + SMALLEST)
     if EXPERT_SCALE:
         weight *= factor
+    if SHIFTED_AMONG > 0:
+        own_x = x + token.to(tl.int64) * INNER
+        chosen += _shift(own_x, INNER, SHIFTED_AMONG, SEED_VALUES, GOLDEN)  # type: ignore[misc]
+        chosen %= SHIFTED_AMONG
     if PADDED:
         chosen = tl.where(tl.load(is_token + token) != 0, chosen, -1)
     at = token * CHOSEN + number
@@ -126,7 +195,8 @@ def _choose(
 
 def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """See ``route.api``."""
-    return _chosen(args, logits_of(args.x, args.w))
+    tiles = launch.logit_tiles(args)
+    return _chosen(args, logits_of(args.x, args.w) if tiles is None else _partials(args, tiles))
 
 
 def route_fixed(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
@@ -134,14 +204,39 @@ def route_fixed(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k],
     return _chosen(args, skinny_gemm(GemmArgs(x=args.x, w=args.w, by_output=True, wide=True)))
 
 
+def _partials(args: RouteArgs, tiles: launch.LogitTiles) -> jax.Array:  # float32[S, T, E]
+    """Split-K partials of the logits."""
+    (tokens, inner), experts = args.x.shape, len(args.w)
+    return jt.triton_call(
+        args.x,
+        args.w,
+        kernel=_multiply,
+        out_type=jax.ShapeDtypeStruct((tiles.splits, tokens, experts), jnp.float32),
+        grid=(-(-experts // tiles.experts), tiles.splits),
+        num_warps=4,
+        num_stages=min(tiles.blocks, launch.MAX_STAGES),
+        num_tokens=tokens,
+        EXPERTS=experts,
+        INNER=inner,
+        TOKENS_TILE=tiles.tokens,
+        EXPERTS_TILE=tiles.experts,
+        BLOCK_K=launch.BLOCK_K,
+        BLOCKS=tiles.blocks,
+        SPLITS=tiles.splits,
+    )
+
+
 def _chosen(
     args: RouteArgs,
-    logits: jax.Array,  # float32[T, E]
+    logits: jax.Array,  # float32[T, E], or partials [S, T, E]
 ) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     routing = args.routing
-    tokens, experts = logits.shape
+    *_, tokens, experts = logits.shape
+    splits = logits.size // (tokens * experts)
+    splits_tile = power_of_two(splits)
     tile, groups, results = power_of_two(experts), routing.groups, (tokens, routing.chosen)
     choices, weights = jt.triton_call(
+        args.x,
         logits,
         logits if args.bias is None else args.bias,
         logits if args.choice_bias is None else args.choice_bias,
@@ -153,18 +248,25 @@ def _chosen(
             jax.ShapeDtypeStruct(results, jnp.float32),
         ),
         grid=(tokens,),
-        num_warps=max(1, tile // VALUES_OF_WARP),
+        num_warps=max(1, tile // VALUES_OF_WARP, tile * splits_tile // PARTIALS_OF_WARP),
         num_stages=1,
         EXPERTS=experts,
         TILE=tile,
+        SPLITS=splits,
+        SPLITS_TILE=splits_tile,
         CHOSEN=routing.chosen,
         CHOSEN_TILE=power_of_two(routing.chosen),
         SIGMOID=routing.scores == "sigmoid",
         SPARSEMIXER=routing.scores == "sparsemixer",
         SPREAD=routing.spread,
+        BY_LOGITS=routing.by_logits or routing.scores == "sparsemixer",
         RENORMALISED=routing.renormalised,
         SCALE=routing.scale,
         LOGIT_SCALE=routing.logit_scale,
+        INNER=args.x.shape[1],
+        SHIFTED_AMONG=routing.shifted_among,
+        SEED_VALUES=SEED_VALUES,
+        GOLDEN=GOLDEN,
         SMALLEST=SMALLEST,
         NUM_GROUPS=0 if groups is None else groups.count,
         GROUPS_CHOSEN=0 if groups is None else groups.chosen,

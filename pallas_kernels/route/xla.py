@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.lib.numerics import softmax_last, sum_last
-from pallas_kernels.route.ref import SMALLEST, RouteArgs
+from pallas_kernels.route.ref import SMALLEST, RouteArgs, final_choices
 from pallas_kernels.route.routing import Groups, Routing
 
 
@@ -29,12 +29,11 @@ def routed(
         logits = logits + args.bias.astype(jnp.float32)
     if routing.scores == "sparsemixer":
         choices, weights = _one_by_one(logits, routing, fixed=fixed)
-        if args.is_token is not None:
-            choices = jnp.where(args.is_token[:, None], choices, -1)
-        return choices, weights * routing.scale
+        return final_choices(args, choices), weights * routing.scale
     is_sigmoid = routing.scores == "sigmoid"
     scores = jax.nn.sigmoid(logits) if is_sigmoid else softmax_last(logits, fixed=fixed)
-    ranks = scores if args.choice_bias is None else scores + args.choice_bias
+    ranks = logits if routing.by_logits else scores
+    ranks = ranks if args.choice_bias is None else ranks + args.choice_bias
     if routing.groups is not None:
         ranks = _of_best_groups(ranks, routing.groups)
     _, choices = jax.lax.top_k(ranks, routing.chosen)  # of equal ones the lower
@@ -43,9 +42,7 @@ def routed(
         weights = weights / (sum_last(weights, fixed=fixed) + SMALLEST)
     if args.expert_scale is not None:
         weights = weights * args.expert_scale.astype(jnp.float32)[choices]
-    if args.is_token is not None:
-        choices = jnp.where(args.is_token[:, None], choices, -1)
-    return choices, weights * routing.scale
+    return final_choices(args, choices), weights * routing.scale
 
 
 def _one_by_one(

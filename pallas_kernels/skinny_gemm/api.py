@@ -46,7 +46,8 @@ def skinny_gemm(
     kernel adds them up, as ``residual_norm`` does. With ``by_output`` ``w`` is [O, I], and with
     ``wide`` the result is float32. The order of summation, and with it the bits, depends on shapes
     only, with "native" and "triton_fixed" on the weights' shape alone. A ``bias`` is added to the
-    sum. ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
+    sum, or to the first partial. ``impl`` pins an implementation. Raises ValueError on arguments
+    that do not fit together.
     """
     check(args, "skinny_gemm")
     return dispatch(OP, (args,), {}, impl)
@@ -65,6 +66,4 @@ def check(args: GemmArgs, op: str) -> None:
         raise ValueError(f"{op}: {w.shape[1]} columns are not a gate and an up of one width")
     if args.swiglu and args.split:
         raise ValueError(f"{op}: swiglu is not linear, so its result cannot be split")
-    check_bias(
-        op, args.bias, w.shape[0 if args.by_output else 1], alone=not (args.swiglu or args.split)
-    )
+    check_bias(op, args.bias, w.shape[0 if args.by_output else 1], alone=not args.swiglu)

@@ -72,6 +72,7 @@ CASES = (
     GemmCase("smollm2_qkv_t8_bf16", 8, 576, 960, dtype=_BF16, bias=True),
     GemmCase("smollm2_qkv_t128_f16", 128, 576, 960, dtype=_F16, bias=True),
     GemmCase("smollm2_o_t3_bf16", 3, 576, 576, split=True, dtype=_BF16),
+    GemmCase("smollm2_o_t8_bf16", 8, 576, 576, split=True, dtype=_BF16, bias=True),
     GemmCase("smollm2_gate_up_t3", 3, 576, 1536, swiglu=True),
     GemmCase("gemma3_gate_up_t3", 3, 640, 256, swiglu=True, gelu=True),
     GemmCase("gemma3_gate_up_t3_bf16", 3, 640, 256, swiglu=True, gelu=True, dtype=_BF16),

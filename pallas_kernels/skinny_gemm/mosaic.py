@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -117,7 +118,7 @@ def _compute_warpgroup(
     column, token = (warpgroup * width, 0) if spec.by_columns else (0, warpgroup * count)
     own_columns, tokens = pl.ds(column, width), pl.ds(token, count)
     columns = pl.ds(tile.output + column, width)
-    addend = load_bias(bias, columns)
+    addend = _addend(spec, bias, columns)
 
     def issue(_: jax.Array, stage: jax.Array, accs: Any) -> int:
         x = scratch.x_smem.at[stage, tokens].transpose((1, 0))
@@ -135,6 +136,15 @@ def _compute_warpgroup(
     if spec.sizes.tokens >= MMA_TOKENS:
         return write_columns(out, tokens, columns, result)
     write_rows(out, spec.sizes.tokens, columns, result)
+
+
+def _addend(spec: _Spec, bias: Ref, columns: Any) -> jax.Array | None:  # [columns]
+    """The bias of some columns, if there is one: 0 for all split-K partials but the first."""
+    addend = load_bias(bias, columns)
+    if addend is None or spec.config.split_k == 1:
+        return addend
+    is_first = (lax.axis_index("split") == 0).astype(jnp.float32)
+    return addend.astype(jnp.float32) * lax.broadcast_in_dim(is_first, addend.shape, [])
 
 
 def _kernel(spec: _Spec, arrays: tuple[Ref, Ref, Ref], out: Ref, scratch: Scratch) -> None:

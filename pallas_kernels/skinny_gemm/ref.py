@@ -17,7 +17,7 @@ class GemmArgs:
 
     x: jax.Array  # [T, I]
     w: jax.Array  # [I, O], or by output [O, I]; with swiglu [I, 2 * O]: gate, up
-    bias: jax.Array | None = None  # [O]; not with swiglu or split
+    bias: jax.Array | None = None  # [O]; not with swiglu
     swiglu: bool = field(default=False, metadata=STATIC)
     gelu: bool = field(default=False, metadata=STATIC)  # with swiglu: GELU instead of SiLU
     split: bool = field(default=False, metadata=STATIC)

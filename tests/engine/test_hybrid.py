@@ -31,6 +31,7 @@ LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a b
 MAMBAS = (
     *("bamba", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba", "minimax"),
     *("recurrent_gemma", "rwkv"),  # linear recurrences
+    *("zamba", "zamba2"),  # after blocks that several layers use
 )
 NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear", "bailing_hybrid", "lfm2", *MAMBAS)
 # scans over chunks of 64 tokens: decays of heads, of channels

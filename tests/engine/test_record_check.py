@@ -22,16 +22,29 @@ from jaxinfer.cli.main import cli
 from jaxinfer.cli.replay import rows_of
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import SourceError
-from jaxinfer.core.step import StepPlan
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.step import (
+    Bucket,
+    Pages,
+    RowResult,
+    ScheduledSeq,
+    StepDone,
+    StepPlan,
+    StepResult,
+)
+from jaxinfer.core.tiers import NO_ORDERS, CostModel, Loaded, TierOrders, TierUnit
 from jaxinfer.engine.api.vllm_args import RENAMED
 from jaxinfer.engine.record.check import Check
-from jaxinfer.engine.record.codec import Note
+from jaxinfer.engine.record.codec import Call, Note
 from jaxinfer.engine.record.file import FileReader, FileWriter, older
 from jaxinfer.engine.record.recorder import Recorder
 from jaxinfer.engine.record.replay import Report
+from jaxinfer.engine.start import tiers
 from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.engine.start.observers import header_of
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.sched.schedule import ScheduleOutput, initial_state
+from kit.drive import make_limits
 from kit.recorded import Run
 from kit.served_weights import write_tiny_model
 
@@ -135,18 +148,69 @@ def test_rows_after_weights_that_are_not_there_are_not_compared() -> None:
         assert rows_of(check, report)[-1].startswith("no later row was compared: before call 3")
 
 
+def test_steps_are_collected_before_a_copy_is_waited_for() -> None:
+    """The copy follows them on the device, and they may wait for masks, which their predecessors'
+    tokens make.
+    """
+    in_flight = list[int]()
+
+    class Runner:
+        def launch(self, plan: StepPlan) -> StepPlan:
+            in_flight.append(plan.step_id)
+            return plan
+
+        def collect(self, step: StepPlan) -> StepResult:
+            assert in_flight.pop(0) == step.step_id
+            rows = [RowResult(row.request_id, row.epoch, (step.step_id,)) for row in step.rows]
+            return StepResult(step.step_id, tuple(rows))
+
+        def forget(self, request_ids: object) -> None:
+            pass
+
+    class Copies:
+        def obey(self, orders: TierOrders, is_known: object) -> list[TierUnit]:
+            assert not (orders.saves and in_flight)
+            return []
+
+        def loaded(self, ticket: int, *, failed: bool) -> None:
+            assert not in_flight
+
+    state = initial_state(make_limits(num_pages=17))
+    check = Check(Runner(), cast("Any", None), cast("Any", None), restores=cast("Any", Copies()))
+    check.begin(state)
+    pages = (Pages(IntLog([3])),)
+    unit, call = TierUnit(bytes(16), 5), Call(0, (), None, {})
+    for number, orders in enumerate((NO_ORDERS, NO_ORDERS, TierOrders(saves=(unit,)))):
+        plan = StepPlan(number, Bucket(1), (), (ScheduledSeq("r", 0, 0, number, 1, pages),), ())
+        assert check.planned(call, ScheduleOutput(plan, (), orders=orders)) is None
+    assert in_flight == [2]  # launched after the copy
+    results = [StepResult(i, (RowResult("r", 0, (i,)),)) for i in (0, 1, 7)]
+    results[2] = replace(results[2], step_id=2)
+    events = Loaded(1), *(StepDone(one) for one in results)
+    difference = check.events(Call(1, events, None, {}), state)
+    assert difference is not None and difference.step_id == 2
+    assert "drew token 7 at position 3 in the recording and token 2 here" in difference.text
+    assert check.counts.compared == 3
+
+
 def engine_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
 @pytest.mark.parametrize("kind", ["whole", "ring", "tiers"])
 def test_500_mixed_requests_are_replayed_in_another_process(
-    tmp_path: Path, folder: Path, settings: dict[str, Any], kind: str
+    tmp_path: Path,
+    folder: Path,
+    settings: dict[str, Any],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Preemptions, aborts, priorities, new weights in the middle of answers, and sleep. A ring that
     has lost its beginning is checked where pages were computed after it. With tiers preempted
-    requests are saved and restored.
+    requests are saved and restored, and so are prefixes, whatever the machine's speed.
     """
+    restores = CostModel(token_seconds=1.0)
+    monkeypatch.setattr(tiers, "fitted_costs", lambda executor, mover: restores)
     is_whole = kind != "ring"
     size = (64 if is_whole else 1) << 20
     path, other = tmp_path / "rec", write_tiny_model(tmp_path / "other", seed=1)
@@ -219,8 +283,8 @@ async def mixed(
         if number == num_requests // 2:
             await llm.sleep(mode="keep")
             await llm.wake_up()
-        if number % 25 == 24:
-            await asyncio.sleep(0.05)
+        while sum(not one.done() for one in open_ones) > 25:  # as many on any machine
+            await asyncio.sleep(0.001)
     await asyncio.gather(*open_ones)
     stats = llm.engine.stats()
     counts["preempted"] = stats.num_preemptions

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.step import Bucket, PageGroup, Pages, ScheduledSeq, StepPlan
-from jaxinfer.exec.step.batch import ALIGN, BatchLayout, GroupTable, copy_batch, pack, unpack
+from jaxinfer.exec.step.batch import ALIGN, BatchLayout, GroupTable, copy_batch, fill, pack, unpack
 from jaxinfer.exec.step.slots import init_slots
 from jaxinfer.nn.context import Rows, Saves
 from jaxinfer.nn.state import read_states, stored_states
@@ -89,8 +89,26 @@ def test_every_index_of_a_batch_is_in_range(
     taken = [*range(len(decodes)), *range(bucket.num_decodes, bucket.num_decodes + len(prefills))]
     last = np.asarray(batch_rows.last_tokens)[taken]
     assert last.tolist() == [span[-1] for span in spans]
+    last_of_padding = np.delete(np.asarray(batch_rows.last_tokens), taken)
+    assert not np.asarray(batch_rows.is_token)[last_of_padding].any()
     padding = np.delete(np.asarray(batch_rows.slots), taken)
     assert np.all(padding == SLOTS) and not np.delete(np.asarray(attention.seq_lens), taken).any()
+
+
+@pytest.mark.parametrize("pages", [1, MAX_PAGES])
+@pytest.mark.parametrize("bucket", BUCKETS, ids=lambda bucket: bucket.name)
+def test_a_filled_batch_has_prompts_as_long_as_fits(bucket: Bucket, pages: int) -> None:
+    layout = BatchLayout(bucket, (GroupTable(pages, PageGroup()),), SLOTS, PAGE_SIZE)
+    flat = pack(StepPlan(0, bucket, (), (), ()), layout)
+    fill(flat, layout)
+    slots = init_slots(SLOTS, MAX_PAGES * PAGE_SIZE, jax.ShapeDtypeStruct((0,), jnp.float32))
+    batch = unpack(jnp.asarray(flat), layout, slots)
+    d, most = bucket.num_decodes, pages * PAGE_SIZE * bucket.num_prefills
+    assert batch.rows.is_token[d:].sum() == min(bucket.num_prefill_tokens, most)
+    assert not batch.rows.is_token[:d].any()
+    assert int(batch.pages[0].slot_mapping.max()) < PAGE_SIZE  # page 0
+    assert int(batch.positions.max()) < pages * PAGE_SIZE
+    assert np.all(np.asarray(batch.rows.slots) == SLOTS)
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=lambda bucket: bucket.name)

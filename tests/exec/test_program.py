@@ -7,13 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
+import numpy as np
 import pytest
 
+from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
 from jaxinfer.exec.calls.admit import ADMIT
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.step.batch import pack
+from jaxinfer.exec.step.forward import flat_params, part_of
 from jaxinfer.models import build_model
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_config, tiny_model
@@ -125,3 +131,20 @@ def test_steps_that_only_decode_have_their_kernels_linked(
     assert not any(map(program.links_kernels, (ADMIT.name, "extras8", "score64")))
     unlinked = replace(program, pins=checked_pins({"links": "none"}, "gpu"))
     assert not any(map(unlinked.links_kernels, unlinked.names()))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_padding_stays_zeros(family: str) -> None:
+    """GEMMs for CPUs leave such tokens out, so a step takes the time of its tokens."""
+    model, params = tiny_model(family)
+    bucket = next(b for b in LIMITS.buckets if b.scores)  # returns all hidden states of prompts
+    program = Program(model, msgspec.structs.replace(LIMITS, groups=model.state.groups), "cpu")
+    layout, pages = program.layout(bucket), (Pages(IntLog([3])),) * len(model.state.groups)
+    prompt = ScheduledSeq("r", 0, 1, 0, 5, pages, np.arange(7, 12, dtype=np.int32))
+    flat = pack(StepPlan(0, bucket, (), (), (prompt,)), layout)
+    whole = part_of(model, range(len(model.config.layers)))
+    step = jax.jit(program._function(bucket, whole).last_part)
+    state, slots = init_state(program)
+    *_, output = step(flat_params(model, params), state, slots, jnp.asarray(flat))
+    assert output.hidden is not None and len(output.hidden) == bucket.num_prefill_tokens > 5
+    assert bool(output.hidden[:5].any(axis=1).all()) and not output.hidden[5:].any()

@@ -176,6 +176,16 @@ TOWER = merged(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hid
 VISION = merged(TOWER, patch_size=2, num_position_embeddings=4)
 EXAONE_VISION = merged(TOWER, num_key_value_heads=2, fullatt_block_indexes=[0])
 ENCODER = merged(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+MOLMO2_VISION = merged(ENCODER, num_key_value_heads=2, head_dim=4, image_size=[4, 4], patch_size=2)
+MOLMO2_ADAPTER = merged(
+    hidden_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=4,
+    intermediate_size=8,
+    text_hidden_size=32,
+    vision_feature_layer=[0],
+)
 PIXTRAL = merged(ENCODER, model_type="pixtral", patch_size=2, image_size=4)
 SAM = merged(
     hidden_size=8,
@@ -730,6 +740,47 @@ CASES = {
         conv1d_width=3, attention_bias=True, logits_soft_cap=9.0),
     # in two chunks
     "rwkv": case("rwkv", vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=3),
+    # in two chunks
+    "zamba2": case("zamba2", BARE, num_hidden_layers=3, vocab_size=48, max_position_embeddings=96,
+        layers_block_type=["hybrid"] * 3,
+        num_mem_blocks=2, use_shared_attention_adapter=True, adapter_rank=4, use_mem_rope=True,
+        num_key_value_heads=4, add_bias_linear=True, mamba_d_state=16, mamba_ngroups=2,
+        n_mamba_heads=4, mamba_d_conv=3, time_step_min=0.3,
+        rope_parameters=merged(DEFAULT_ROPE, rope_theta=1000.0)),
+    "zamba2_plain": case("zamba2", BARE, num_hidden_layers=3, adapter_rank=8,
+        layers_block_type=["linear_attention", "hybrid", "hybrid"], n_mamba_heads=8,
+        tie_word_embeddings=False),
+    "kolibri1": case("kolibri1", BARE, num_hidden_layers=3, head_dim=16, num_experts=5,
+        num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=20,
+        layer_types=kinds("sfs"), sliding_window=7, norm_topk_prob=True),
+    "kolibri1_tied": case("kolibri1", BARE, num_hidden_layers=5, head_dim=8, num_experts=6,
+        num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+        tie_word_embeddings=True, rope_parameters=LINEAR_ROPE),
+    # in two chunks
+    "lara_mini": case("lara_mini", BARE, num_hidden_layers=3, head_dim=16, vocab_size=48,
+        max_position_embeddings=96, layer_types=kinds("lsf"), sliding_window=7, num_experts=5,
+        num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=20,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=16, attention_bias=True, norm_topk_prob=False),
+    "lara_mini_untied": case("lara_mini", BARE, num_hidden_layers=2, head_dim=8,
+        layer_types=kinds("sl"), sliding_window=5, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=24, shared_expert_intermediate_size=20, linear_num_key_heads=2,
+        linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=8,
+        linear_conv_kernel_dim=3, tie_word_embeddings=False, rope_parameters=LINEAR_ROPE),
+    # transformers saves the table of tokens in equal halves
+    "molmo2": case("molmo2", text_config=merged(SIZES, NO_TOKENS, num_hidden_layers=3, head_dim=16,
+        additional_vocab_size=96, attention_bias=True, rope_parameters=LINEAR_ROPE,
+        rope_scaling_layers=[0, 2]), vision_config=MOLMO2_VISION, adapter_config=MOLMO2_ADAPTER),
+    "molmo2_after": case("molmo2", text_config=merged(SIZES, NO_TOKENS, head_dim=8, norm_after=True,
+        additional_vocab_size=96, qk_norm_type="olmo", rms_norm_eps=1e-5),
+        vision_config=MOLMO2_VISION, adapter_config=MOLMO2_ADAPTER),
+    # in two chunks
+    "zamba": case("zamba", BARE, vocab_size=48, max_position_embeddings=96,
+        layers_block_type=["hybrid", "hybrid"],
+        mamba_d_state=8, mamba_dt_rank=3, mamba_conv_bias=False, mamba_proj_bias=True),
+    "zamba_heads": case("zamba", WITHOUT_KV, NO_TOKENS, num_hidden_layers=5, n_mamba_heads=4,
+        num_key_value_heads=4, attn_layer_period=2, attn_layer_offset=1, attention_head_dim=12,
+        mamba_d_state=4, mamba_d_conv=3, hidden_act="silu", tie_word_embeddings=False),
     "modernbert_decoder": case("modernbert-decoder", WITHOUT_KV, num_hidden_layers=4,
         local_attention=14, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1,
         sep_token_id=2),

@@ -49,6 +49,9 @@ LENGTHS = {
     "minimax": 80,
     "recurrent_gemma": 80,
     "rwkv": 80,
+    "lara_mini": 80,
+    "zamba": 72,
+    "zamba2": 72,
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
@@ -66,6 +69,9 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "falcon_mamba": 28,
     "olmo_hybrid": 1,
     "olmo_hybrid_rope": 1,
+    "zamba": 0,
+    "zamba_heads": 1,
+    "zamba2": 13,
 }
 HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head.weight")
 HEADS += ("decoder.weight",)
@@ -82,6 +88,8 @@ RENAMED = (
     *("gpt_neox", "gpt_neox_sequential", "nemotron_h", "llava", "qwen2_5_vl", "qwen3_vl"),
     *("gemma3_multimodal", "glm4v", "mistral4", "exaone", "aria", "mllama", "paddleocr_vl"),
     *("paligemma", "smolvlm", "ernie4_5_vl"),
+    *("molmo2", "molmo2_after"),
+    *("zamba", "zamba2"),  # which have each block once
 )
 # published files stack the tensors of experts
 STACKED = ("qwen3_5_moe_multimodal", "llama4", "llama4_plain", "llama4_chunks")
@@ -105,6 +113,7 @@ ARCHITECTURES = {
 }
 # Eager attention adds ALiBi of Falcon twice: to the mask, and to the scores.
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}
+SOFT = re.compile("shared_transf.*(q_proj|k_proj|_adapter_list)")
 POSITIONS, LONG = 131072, 400_000
 
 
@@ -117,6 +126,10 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             noise = noise - 2.0  # slow enough that a state is felt over several chunks
         elif ".rg_lru." in name:  # 1 - decay ** 2 of a decay near 1 is rounded
             noise = 0.2 * noise
+        elif "x_proj_weight" in name:  # of Zamba, whose states grow otherwise
+            noise = noise * 0.2 / tensor.shape[-1] ** 0.5
+        elif SOFT.search(name):  # of scores that rounding does not decide
+            noise = noise * 0.75 / tensor.shape[-1] ** 0.5
         elif tensor.ndim >= 2 and not name.endswith("bias"):  # of experts 3
             noise = noise * 1.5 / tensor.shape[-1] ** 0.5
         elif "norm" in name or "ln_" in name:
@@ -200,7 +213,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
     kinds = getattr(text, "layer_types", None) or ()
     # single tokens of transformers' Mamba-2 ignore these limits
     limited = getattr(text, "time_step_limit", FREE_STEPS) != FREE_STEPS
-    limited |= text.model_type == "nemotron_h"  # by time_step_min
+    limited |= text.model_type in ("nemotron_h", "zamba2")  # by time_step_min
     limited |= text.model_type == "recurrent_gemma"  # whose modules keep the last call's states
     if RECURRENT.intersection(kinds) and not limited:
         difference = (stepwise_logits(model, token_ids) - logits).abs().max()

@@ -139,6 +139,11 @@ CASES = (
     "modernbert_decoder_biases",
     "ernie4_5_vl",
     "cohere_compass",
+    "kolibri1",
+    "lara_mini",
+    "molmo2",
+    "zamba",
+    "zamba2",
 )
 
 # where transformers has the outputs of the layers and not their inputs

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.host_memory import release_zeros
-from jaxinfer.nn.ffn.experts import _shifted
 from kit.residency import resident_pages
 from pallas_kernels.experts import cases, native, ref, xla
 from pallas_kernels.experts.api import ExpertsArgs, experts
@@ -22,6 +21,7 @@ from pallas_kernels.experts.tiles import Tiles, max_tiles, tiles_of
 from pallas_kernels.gemm import epilogues
 from pallas_kernels.native.library import library, variants
 from pallas_kernels.route.api import RouteArgs, route
+from pallas_kernels.route.ref import shifted
 from pallas_kernels.route.routing import Groups, Routing
 
 T, COUNT, CHOSEN, D, F = 40, 7, 3, 64, 96
@@ -176,11 +176,11 @@ def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
 def test_uniform_choices_are_uniform_distinct_and_of_the_token_alone() -> None:
     h = jax.random.normal(jax.random.key(0), (512, 16))
     same = jnp.tile(jnp.arange(8, dtype=jnp.int32), (512, 1))  # all tokens alike
-    choices = np.asarray(jax.jit(_shifted, static_argnums=2)(same, h, 128))
+    choices = np.asarray(jax.jit(shifted, static_argnums=2)(same, h, 128))
     assert all(len(set(row)) == 8 for row in choices.tolist())
     counts = np.bincount(choices.ravel(), minlength=128)
     assert counts.sum() == 4096 and counts.min() > 8 and counts.max() < 64  # 32 expected
-    np.testing.assert_array_equal(_shifted(same[5:6], h[5:6], 128), choices[5:6])
+    np.testing.assert_array_equal(shifted(same[5:6], h[5:6], 128), choices[5:6])
 
 
 X, CHOICES, WEIGHTS = jnp.ones((2, D)), jnp.zeros((2, CHOSEN), jnp.int32), jnp.ones((2, CHOSEN))

@@ -37,6 +37,7 @@ LAUNCHES = {
     "one_step": (replace(PLAIN, inner=64), GemmConfig(64, 64, 2)),
     "fewer_steps_than_stages": (PLAIN, GemmConfig(64, 128, 4)),
     "uneven_split_k": (replace(SPLIT, tokens=1, inner=320), GemmConfig(64, 64, 2, split_k=3)),
+    "split_k_with_bias": (replace(SPLIT, bias=True), GemmConfig(64, 64, 2, split_k=2)),
     "split_k_of_one": (SPLIT, GemmConfig(64, 64, 2)),
     "warpgroups_divide_columns": (GATE_UP, GemmConfig(128, 64, 3, warpgroups=2)),
     "warpgroups_divide_tokens": (GATE_UP, GemmConfig(64, 128, 2, warpgroups=2)),
@@ -72,7 +73,8 @@ def test_chosen_and_lowered_for_hopper(case: GemmCase) -> None:
     dtype, columns = jnp.dtype(case.dtype), case.outer * (1 + case.swiglu)
     x: Any = jax.ShapeDtypeStruct((case.tokens, case.inner), dtype)
     w: Any = jax.ShapeDtypeStruct((case.inner, columns), dtype)
-    args = GemmArgs(x=x, w=w, swiglu=case.swiglu, split=case.split)
+    bias: Any = jax.ShapeDtypeStruct((columns,), dtype) if case.bias else None
+    args = GemmArgs(x=x, w=w, bias=bias, swiglu=case.swiglu, split=case.split)
     assert select(OP, "gpu", (args,), {}).name == "mosaic"
     text = jax.jit(MOSAIC.fn).trace(args).lower(lowering_platforms=("cuda",)).as_text()
     assert "@mosaic_gpu" in text

@@ -139,6 +139,31 @@ def test_a_token_does_not_depend_on_the_others(form: str) -> None:
 
 @pytest.mark.parametrize("swiglu", [False, True])
 @each_form
+def test_tokens_of_zeros_are_left_out(form: str, swiglu: bool, chosen_again: None) -> None:
+    """Multiplied they would be NaN, as one scale is; the others fill tiles of their own."""
+    w, x = matrix(form), normals(23)
+    if w.supers is None:
+        w.scales[-1, 0] = np.nan
+    else:
+        w.supers[-1, 0] = np.nan
+    x[[1, 20], 0] = 0
+    zeros = [0, 3, *range(8, 19), 22]
+    others = [token for token in range(23) if token not in zeros]
+    expected = native(x[others], w, swiglu)
+    assert np.isnan(expected).any(axis=1).all()
+    x[zeros] = 0
+    x[3] = -0.0
+    found = library.library()
+    assert found is not None
+    for index, name in enumerate(library.variants()):
+        found.jaxinfer_choose(index)
+        actual = native(x, w, swiglu)
+        assert np.array_equal(actual[others], expected, equal_nan=True), name
+        assert not actual[zeros].any(), name
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@each_form
 def test_variants_give_the_same_bits(form: str, swiglu: bool, chosen_again: None) -> None:
     w, x = matrix(form), normals(11)
     expected = native(x, w, swiglu)

@@ -158,6 +158,18 @@ CASES: dict[str, Case] = {
     "mpt": Case("mpt", "mpt_plain",
         {"attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": 1.0}},
         {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 1.0}),
+    "dbrx": Case("dbrx", "dbrx", keys={**_experts(5, 3), "feed_forward_length": 24,
+        "attention.head_count_kv": 2, "attention.clamp_kqv": 1.5}),
+    # of windows llama.cpp leaves out the last token, which the model has
+    "mimo2": Case("mimo2", "mimo_v2_flash", {"attention_bias": False, "sliding_window": 65,
+        "routed_scaling_factor": 1.0,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta,
+        "partial_rotary_factor": 0.34} for kind, theta in (("full_attention", 10000.0),
+        ("sliding_attention", 1000.0))}}, {**_experts(5, 2, 24, gating_func=2),
+        "attention.key_length": 12, "attention.value_length": 8, "attention.head_count_kv": [4, 2],
+        "attention.sliding_window": 64, "attention.sliding_window_pattern": [1, 0],
+        "attention.value_scale": 0.707, "rope.dimension_count": 4, "rope.freq_base": 10000.0,
+        "rope.freq_base_swa": 1000.0}),
     "jais2": Case("jais2", "jais2", {"num_key_value_heads": 4}),
     "chatglm": Case("chatglm", "glm", {"head_dim": 8}, {"rope.dimension_count": 4}),
     "chatglm_older": Case("chatglm", "glm", {"head_dim": 8}, {"rope.dimension_count": 4}),
@@ -471,7 +483,7 @@ def _keys(c: HFConfig) -> dict[str, Any]:
 
 _LAYER_NORM = (
     *("cohere", "cohere2", "phi", "falcon", "stablelm", "gpt_neox", "nemotron", "olmo", "bloom"),
-    *("mpt", "jais2", "cohere2_moe"),
+    *("mpt", "jais2", "cohere2_moe", "dbrx"),
 )
 
 

@@ -87,6 +87,15 @@ def _as_is(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     yield name, tensor
 
 
+def _dbrx(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Experts in stacks, of which downs are transposed."""
+    if ".experts." not in name:
+        yield name, tensor
+        return
+    stacked = tensor.reshape(c["ffn_config"]["moe_num_experts"], -1, c["d_model"])
+    yield f"{name}.weight", stacked.swapaxes(1, 2) if name.endswith("w2") else stacked
+
+
 def _correction(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     """Biases of experts' scores, under the name that most files have."""
     match = re.match(r"model\.layers\.(\d+)\..*(correction_bias|expert_bias)$", name)
@@ -94,6 +103,12 @@ def _correction(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
         yield f"blk.{match[1]}.exp_probs_b.bias", tensor.reshape(-1)
         return
     yield name, tensor
+
+
+def _mimo2(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Sinks, whose name gets an end."""
+    end = ".weight" if "attention_sink" in name else ""
+    yield from _correction(f"{name}{end}", tensor, c)
 
 
 def _granite(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
@@ -255,12 +270,17 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     **dict.fromkeys(("llama", "olmo", "mistral3"), _by_pairs),
     "falcon": _prefixed(_falcon),
     "mpt": _prefixed(_as_is),
+    "dbrx": _dbrx,
+    "mimo2": _mimo2,
     "bitnet": _bitnet,
     "gptneox": _each_head("num_attention_heads"),
     "bloom": _each_head("n_head"),
     "stablelm": _stablelm,
     **dict.fromkeys(
-        ("glm4moe", "dots1", "ernie4_5-moe", "minimax-m2", "afmoe", "exaone-moe", "bailingmoe2"),
+        (
+            *("glm4moe", "dots1", "ernie4_5-moe", "minimax-m2", "afmoe", "exaone-moe"),
+            "bailingmoe2",
+        ),
         _correction,
     ),
     "bailingmoe": _bailing,

@@ -107,6 +107,8 @@ MORE: dict[str, dict[str, Any]] = {
     "mellum": {"num_experts": 8},
     "dots1": {"n_routed_experts": 8},
     "glm4_moe_lite": {"n_routed_experts": 8},
+    "kolibri1": {"num_experts": 8},
+    "lara_mini": {"num_experts": 8, "linear_num_key_heads": 4},
     "solar_open": {"n_routed_experts": 8},
     "mistral4": {"n_routed_experts": 8},
     "minimax": {"num_local_experts": 8},

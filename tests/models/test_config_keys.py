@@ -151,6 +151,8 @@ READ_BY = {
     "deepseek_ocr2": {"moe_intermediate_size", "num_local_experts"},
     "aria": {"num_local_experts"},
     "gpt_neox_japanese": {"layer_norm_eps", "rotary_emb_base", "rotary_pct"},
+    "kolibri1": {*_COUNTS, "moe_intermediate_size"},
+    "lara_mini": {*_COUNTS, "moe_intermediate_size"},
     "bailing": {*_COUNTS, "moe_intermediate_size", "use_bias"},
     "bailing_v2": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
     "bailing_linear": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},

@@ -13,17 +13,25 @@ import pytest
 from jaxinfer.models import abstract_params, build_model, forward
 from jaxinfer.models.base import hidden_states
 from jaxinfer.nn.context import Angles, Pages, Rows, StepContext
+from jaxinfer.nn.linear import block_output
 from jaxinfer.nn.mixers.attention import QKNorm, attend
+from jaxinfer.nn.weight import Dense
 from kit import tiny_models
 from pallas_kernels.harness import registry
 from pallas_kernels.harness.registry import dispatch
+from pallas_kernels.lib.device import current_device
+from pallas_kernels.route import launch
+from pallas_kernels.route.ref import RouteArgs
+from pallas_kernels.route.routing import Routing
 from pallas_kernels.skinny_gemm import api as skinny_api
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 from pallas_kernels.swiglu_gemm import api as swiglu_api
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
 
 from kit.triton_shims import Recorder, in_place_of_triton_call
+from pallas_kernels.route.triton import route
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 8, 32, 8, 128
 MODEL = build_model(tiny_models.tiny_config("qwen3"), "bfloat16")
@@ -72,6 +80,61 @@ def test_every_norm_of_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None
     norms = [dict(c.constants) for c in recorder.calls if c.kernel.__name__ == "_add_and_norm"]
     assert [(norm["PARTIALS"], norm["ROW"]) for norm in norms] == [(0, 0), (1, 1), (1, 0)]
     assert "rsqrt" not in str(traced)
+
+
+def test_a_bias_of_a_block_is_added_by_its_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one device, also where the result is split-K partials."""
+    recorded: list[GemmArgs] = []
+
+    def recording_dispatch(op: Any, args: Any, *_: Any) -> jax.Array:
+        recorded.append(args[0])
+        return jnp.zeros((2, ROWS, 64))  # partials
+
+    monkeypatch.setattr(skinny_api, "dispatch", recording_dispatch)
+    x, w, bias = jnp.ones((ROWS, 32)), jnp.ones((32, 64)), jnp.ones(64)
+    ctx = decode_context(jnp.zeros(ROWS, jnp.int32), 4)
+    traced = jax.make_jaxpr(lambda: block_output(x, Dense(w), ctx, bias=bias))()
+    assert [(args.bias is bias, args.split) for args in recorded] == [(True, True)]
+    assert " add " not in str(traced)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtypes", "kernels"),
+    [
+        pytest.param(1, ("bfloat16", "bfloat16"), ["_choose"], id="one_token"),
+        pytest.param(2, ("bfloat16", "bfloat16"), ["_multiply", "_choose"], id="two"),
+        pytest.param(64, ("bfloat16", "bfloat16"), ["_multiply", "_choose"], id="most"),
+        pytest.param(65, ("bfloat16", "bfloat16"), ["_choose"], id="more"),
+        pytest.param(8, ("bfloat16", "float32"), ["_choose"], id="router_in_float32"),
+        pytest.param(8, ("float32", "float32"), ["_choose"], id="float32"),
+    ],
+)
+def test_kernels_of_a_router(tokens: int, dtypes: tuple[str, str], kernels: list[str]) -> None:
+    """Up to 64 tokens in 16 bits have two kernels; else XLA multiplies."""
+    x, w = jnp.ones((tokens, 48), dtypes[0]), jnp.ones((12, 48), dtypes[1])
+    args = RouteArgs(x=x, w=w, routing=Routing(4, renormalised=True, shifted_among=12))
+    with in_place_of_triton_call(recorder := Recorder()):
+        traced = jax.make_jaxpr(lambda: route(args))()
+    assert [call.kernel.__name__ for call in recorder.calls] == kernels
+    assert ("dot_general" in str(traced)) == (len(kernels) == 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "experts", "splits"),
+    [
+        pytest.param((8, 2880), 32, (16, 1, 23), id="gpt_oss"),
+        pytest.param((8, 2048), 128, (16, 1, 16), id="qwen3"),
+        pytest.param((8, 7168), 256, (32, 4, 14), id="deepseek_v3"),
+        pytest.param((8, 2048), 1024, (32, 4, 4), id="most_experts"),
+    ],
+)
+def test_a_router_has_a_cta_for_each_sm(
+    size: tuple[int, int], experts: int, splits: tuple[int, int, int]
+) -> None:
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (size, (experts, size[1])))
+    tiles = launch.logit_tiles(RouteArgs(x=x, w=w, routing=Routing(4)))  # type: ignore[arg-type]
+    assert tiles is not None and tiles[1:] == splits
+    assert -(-experts // tiles.experts) * tiles.splits <= current_device().num_sms
 
 
 def gemms_of(monkeypatch: pytest.MonkeyPatch, **changes: object) -> set[str]:

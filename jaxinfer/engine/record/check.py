@@ -135,6 +135,7 @@ class _Launched:
     plan: StepPlan
     handle: Any  # or the exception of the launch
     unknown: frozenset[tuple[str, int]]  # rows, by request id and epoch
+    result: StepResult | Exception | None = None  # once it has been collected
 
 
 @dataclass
@@ -216,6 +217,8 @@ class Check:
             self.runner.forget(ended)
         if self.restores is not None:
             orders = output.orders
+            if orders.saves:
+                self._finish_steps()
             missing = self.restores.obey(orders, lambda unit: not self._unknown.has(unit))
             for load in orders.loads:
                 self._unknown.load(load, [unit for unit in missing if unit in load.units])
@@ -238,6 +241,7 @@ class Check:
             return
         match event:
             case Loaded(ticket, failed):
+                self._finish_steps()
                 self.restores.loaded(ticket, failed=bool(failed))
             case TierChanged(_, removed):
                 self.restores.forget(removed)
@@ -251,15 +255,26 @@ class Check:
         while self._launched:
             self._collected(self._launched.popleft())
 
+    def _finish_steps(self) -> None:
+        """Collect the steps in flight before a copy of pages that is waited for.
+
+        The copy follows them on the device, and one may wait for a mask that follows from the
+        tokens of the step before. Their results are compared when the recording has them.
+        """
+        for launched in self._launched:
+            self._collected(launched)
+
     def _collected(self, launched: _Launched) -> StepResult | Exception:
         if isinstance(launched.handle, Exception):
             return launched.handle
-        try:
-            return self.runner.collect(launched.handle)
-        except EngineError:
-            raise
-        except Exception as error:
-            return error
+        if launched.result is None:
+            try:
+                launched.result = self.runner.collect(launched.handle)
+            except EngineError:
+                raise
+            except Exception as error:
+                launched.result = error
+        return launched.result
 
     def _runnable(self, plan: StepPlan) -> StepPlan:
         """The plan with constraints, and with the slots that were in use before the recording."""

@@ -276,7 +276,7 @@ def _ordinal(program: Program) -> int:
 
 
 def fitted_costs(executor: Executor, mover: ArrayMover | DeviceMover) -> CostModel:
-    """The costs of steps and copies, measured on padding.
+    """The costs of steps and copies, measured on prompts of padding pages.
 
     Of steps the shortest and the longest are measured: between the two shortest ones a GPU's time
     hardly differs, as their weights take longer to read than their tokens to compute.
@@ -301,7 +301,7 @@ def fitted_costs(executor: Executor, mover: ArrayMover | DeviceMover) -> CostMod
 
 
 def _run(executor: Executor, bucket: Bucket) -> None:
-    executor.run_once([bucket])
+    executor.run_once([bucket], filled=True)
 
 
 def _least_seconds(work: Callable[[], None]) -> float:

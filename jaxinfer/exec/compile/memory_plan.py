@@ -350,7 +350,7 @@ def _layer_width(model: Model) -> int:
     layers = (layer for name, layer in groups if layer_of(name) is not None)
     widest = max(sum(m.outputs + m.inputs for m in _matrices(layer)) for layer in layers)
     inputs = config.layer_inputs
-    made = 0 if inputs is None else LAYER_INPUTS_COPIES * inputs.num_layers * inputs.width
+    made = 0 if inputs is None else LAYER_INPUTS_COPIES * inputs.elements
     return widest + 2 * (config.stream_width - config.hidden_size) + made
 
 

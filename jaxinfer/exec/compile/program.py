@@ -135,6 +135,7 @@ class Program(EngineShape):
             self.keeps_logits,
             self.pins,
             copies_batch=self.platform != "cpu",
+            zeros_padding=self.platform == "cpu",
             reads_masks=self.reads_masks,
             drafter=self.drafter,
             points=self.limits.points if TAPS in bucket.variants else (),

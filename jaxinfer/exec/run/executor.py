@@ -44,7 +44,7 @@ from jaxinfer.exec.run.in_flight import (
 from jaxinfer.exec.run.mask_board import MaskBoard
 from jaxinfer.exec.run.page_contents import page_contents
 from jaxinfer.exec.run.token_board import TokenBoard
-from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
+from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, fill, pack
 from jaxinfer.exec.step.sampling import NOT_FINITE
 from jaxinfer.exec.step.slots import SlotState, settings_of
 from jaxinfer.models.base import Params
@@ -168,12 +168,14 @@ class Executor:
                             self._sender.draw(empty)
                         jax.block_until_ready(self._arrays.call(empty, None))
 
-    def run_once(self, buckets: Sequence[Bucket]) -> None:
-        """Run the steps of these buckets on padding."""
+    def run_once(self, buckets: Sequence[Bucket], *, filled: bool = False) -> None:
+        """Run the steps of these buckets on padding; ``filled``: on prompts, which take longer."""
         on_gpu = self._program.platform != "cpu"
         for bucket in buckets:
             for _ in range(WARM_UP_RUNS if on_gpu and not bucket.num_prefills else 1):
                 prepared = self._prepare(StepPlan(-1, bucket, (), (), ()))
+                if filled:
+                    fill(prepared.batch, self._layouts[bucket])
                 if on_gpu:
                     calls = self._program.calls_of(bucket)
                     empty = (call.empty(self._program, size) for call, size in calls)

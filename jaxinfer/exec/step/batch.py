@@ -237,6 +237,15 @@ def pack(
     return flat
 
 
+def fill(flat: np.ndarray, layout: BatchLayout) -> None:  # int32[...]
+    """Make prompts of the padding prefill rows of a batch, as long as fits, on page 0."""
+    wire, bucket = layout.split(flat), layout.bucket
+    longest = [own.max_pages * layout.page_size for own in layout.groups]
+    each = min([bucket.num_prefill_tokens // max(1, bucket.num_prefills), *longest])
+    wire.query_start_loc[:] = each * np.arange(bucket.num_prefills + 1)
+    wire.seq_lens[bucket.num_decodes :] = each
+
+
 def copy_batch(flat: jax.Array) -> jax.Array:  # int32[...]
     """Copy the flat array to a temporary with ``PADDING`` after it; traced inside a GPU's step.
 
@@ -247,8 +256,7 @@ def copy_batch(flat: jax.Array) -> jax.Array:  # int32[...]
     MiB, as XLA's allocator reuses the one that was freed first: so no two arrays of such a size may
     be in use at a time, and those of loading are released (``device_memory.release_freed_blocks``).
     Batches and drawn tokens occupy one unit, and so would the temporaries of a small step; the
-    unwritten padding makes them larger. Measurements:
-    ``docs/notes/0008-batch-and-command-buffers.md``.
+    unwritten padding makes them larger (``docs/notes/0008-batch-and-command-buffers.md``).
     """
     own = lax.empty((flat.size + PADDING,), flat.dtype)
     # without the barrier XLA lets kernels read the sections of the argument
@@ -286,7 +294,8 @@ def unpack(
     if bucket.num_prefill_tokens:
         row, position, in_row = _prefill_tokens(bucket, seq_lens[d:], starts)
         begins = jnp.concatenate((begins, seq_lens[d:] - (starts[1:] - starts[:-1])))
-        last_prefill = d * q + jnp.maximum(starts[1:] - 1, 0)
+        is_row = starts[1:] > starts[:-1]  # others have the step's last token, mostly padding
+        last_prefill = d * q - 1 + jnp.where(is_row, starts[1:], bucket.num_prefill_tokens)
         rows, positions, token_ids, real, last, tokens = (
             jnp.concatenate(parts)
             for parts in (

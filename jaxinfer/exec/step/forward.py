@@ -94,6 +94,7 @@ class StepFunction:
     keeps_logits: bool  # whether ``SlotState.drawn_from`` holds logits, else hidden states
     pins: Pins = Pins()
     copies_batch: bool = False  # see ``batch.copy_batch``
+    zeros_padding: bool = False  # see ``StepContext``
     reads_masks: bool = False  # see ``Program.reads_masks``
     drafter: Drafter | None = None
     points: tuple[Point, ...] = ()  # if the bucket taps
@@ -197,6 +198,7 @@ class StepFunction:
             # rows with drafts attend as prompts do, so they do not count as decodes
             num_decodes=bucket.num_decodes if bucket.query_tokens == 1 else 0,
             pins=self.pins,
+            zeros_padding=self.zeros_padding,
             axis=self.axis,
             peers=self._peers(batch),
             points=None if self.edits is None else self.edits.points(batch, self.axis),

@@ -32,9 +32,6 @@ from pallas_kernels.experts.api import ExpertsArgs, experts
 from pallas_kernels.experts.stack import size_of
 from pallas_kernels.route.api import RouteArgs, route
 
-_SEED_VALUES = 8  # of a token, from which ``_shifted`` draws
-_GOLDEN = 0x9E3779B1  # 2 ** 32 / the golden ratio: Fibonacci hashing (Knuth 1973)
-
 
 class Experts(nn.Module):
     """The mixture of experts of a layer, with the norm before it."""
@@ -108,7 +105,7 @@ class Experts(nn.Module):
 
         Padding chooses -1, which is no expert.
         """
-        c = self.config
+        c, is_uniform = self.config, self.config.dummy_routing == "uniform"
         is_token = None if ctx.rows is None else ctx.rows.is_token
         args = RouteArgs(
             x=h,
@@ -117,17 +114,13 @@ class Experts(nn.Module):
             choice_bias=param(self, "choice_bias") if c.choice_bias else None,
             expert_scale=param(self, "expert_scale") if c.expert_scale else None,
             is_token=is_token,
-            routing=c.routing,
+            routing=c.routing._replace(shifted_among=c.count) if is_uniform else c.routing,
         )
         choices, weights = route(args, ctx.pinned("route"))
-        match c.dummy_routing:
-            case "uniform":
-                dummy = _shifted(choices, h, c.count)
-            case "same":
-                first = jnp.arange(choices.shape[1], dtype=choices.dtype)
-                dummy = jnp.broadcast_to(first, choices.shape)
-            case _:
-                return choices, weights
+        if c.dummy_routing != "same":
+            return choices, weights
+        first = jnp.arange(choices.shape[1], dtype=choices.dtype)
+        dummy = jnp.broadcast_to(first, choices.shape)
         return dummy if is_token is None else jnp.where(is_token[:, None], dummy, -1), weights
 
 
@@ -151,23 +144,3 @@ def _weighted(
 ) -> jax.Array:  # as ``out``
     """The output of a network, or its split-K partials, times the sigmoid of a logit."""
     return (out.astype(jnp.float32) * jax.nn.sigmoid(logits)).astype(out.dtype)
-
-
-def _shifted(
-    choices: jax.Array,  # int32[T, k]
-    h: jax.Array,  # [T, D]
-    count: int,
-) -> jax.Array:  # int32[T, k]
-    """The choices, all shifted by a pseudo-random number of experts that depends on the token.
-
-    Each expert is then chosen with probability k / count whatever the router says, and different
-    tokens choose independently. (With random weights the tokens of a batch may be so alike that
-    most choose the same experts.) A token's experts depend on no other token.
-    """
-    bits = jax.lax.bitcast_convert_type(h[:, :_SEED_VALUES].astype(jnp.float32), jnp.uint32)
-    hashed = jnp.zeros(len(h), jnp.uint32)
-    for i in range(bits.shape[1]):
-        hashed = (hashed ^ bits[:, i]) * jnp.uint32(_GOLDEN)
-        hashed = hashed ^ (hashed >> 15)
-    shift = (hashed % jnp.uint32(count)).astype(jnp.int32)
-    return (choices + shift[:, None]) % count

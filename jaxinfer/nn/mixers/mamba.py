@@ -1,5 +1,5 @@
 """Mamba: a selective state space of each channel. Parameters of ``Mamba``, with I channels, states
-of width N, R numbers for steps, and W taps:
+of width N, R numbers for steps, of all channels or of a head's, and W taps:
 
 into [D, 2I]: inputs, gates     into_bias [2I]  with a bias
 conv [W, I]                     conv_bias [I]   with conv_bias
@@ -65,21 +65,36 @@ class Mamba(nn.Module):
     def _tokens(self, x: jax.Array, ctx: StepContext) -> ScanTokens:  # [T, I]
         """The inputs of the scan."""
         c, float32 = self.config, jnp.float32
-        # every device needs the sums over all channels
-        found = ctx.across(linear(x, weight(self, "x"), ctx).y)
+        if c.num_heads is None:  # every device needs the sums over all channels
+            found = ctx.across(linear(x, weight(self, "x"), ctx).y)[:, None]
+        else:
+            found = self._by_head(x.reshape(len(x), c.num_heads, -1), "x", "THP,HPO->THO", 0)
         widths = (c.rank, c.rank + c.state_dim)
-        parts = jnp.split(found, widths, axis=1)
+        parts = jnp.split(found, widths, axis=2)  # [T, H, R], [T, H, N], [T, H, N]
         if c.inner_norms is not None:
-            weights = jnp.ones(sum(part.shape[1] for part in parts), float32)
+            weights = jnp.ones(found.shape[2], float32)
             if c.inner_norms == "weights":
                 weights = param(self, "inner_norm").astype(float32)
             pairs = zip(parts, jnp.split(weights, widths), strict=True)
             parts = [_normalised(part, own, c.norm_eps) for part, own in pairs]
         steps, b, of_c = parts
         biases = param(self, "decay")[0]
-        steps = linear(steps, weight(self, "dt"), ctx).y.astype(float32)
+        if c.num_heads is None:
+            steps = linear(steps[:, 0], weight(self, "dt"), ctx).y.astype(float32)
+        else:
+            steps = self._by_head(steps, "dt", "THR,RHP->THP", 1).astype(float32)
+            steps = steps.reshape(x.shape)
         rates = -jnp.exp(param(self, "rates"))
         return ScanTokens(x, b, of_c, jax.nn.softplus(steps + biases), rates)
+
+    def _by_head(self, x: jax.Array, name: str, equation: str, channels: int) -> jax.Array:
+        """Each head's input times its part of a matrix, whose axis ``channels`` is divided."""
+        assert (heads := self.config.num_heads) is not None
+        w = param(self, name)
+        shape = list(w.shape)
+        shape[channels : channels + 1] = [heads, -1]
+        y = jnp.einsum(equation, x, w.reshape(shape), preferred_element_type=jnp.float32)
+        return y.astype(x.dtype)
 
     def _mixed(
         self,
@@ -104,7 +119,7 @@ class Mamba(nn.Module):
         return out + param(self, "decay")[1] * x.astype(jnp.float32), states
 
 
-def _normalised(x: jax.Array, weights: jax.Array, eps: float) -> jax.Array:  # [T, W]
+def _normalised(x: jax.Array, weights: jax.Array, eps: float) -> jax.Array:  # [T, H, W]
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 * scale * weights).astype(x.dtype)

@@ -25,13 +25,15 @@ class MambaConfig(MixerSpec):
     Each of ``inner`` channels has a state of ``state_dim`` numbers, each with a rate of its own. A
     token's steps, of all channels, are expanded from ``rank`` numbers. These, the key b and the
     query c are projected from the channels after a causal convolution over ``conv_width`` tokens.
-    ``inner_norms`` are RMS norms of the three, "plain" ones without weights.
+    ``inner_norms`` are RMS norms of the three, "plain" ones without weights. With ``num_heads``, of
+    equally many consecutive channels, each makes its own steps, b and c of its channels (Zamba).
     """
 
     inner: int
     state_dim: int
     rank: int
     conv_width: int
+    num_heads: int | None = None
     inner_norms: Literal["weights", "plain"] | None = None
     norm_eps: float = 1e-6
     bias: bool = False
@@ -39,7 +41,9 @@ class MambaConfig(MixerSpec):
 
     def share(self, devices: int) -> MambaConfig:
         """See ``MixerSpec``."""
-        return replace(self, inner=part(self.inner, devices, "channels of Mamba"))
+        heads = self.num_heads and part(self.num_heads, devices, "heads of Mamba")
+        inner = part(self.inner, devices, "channels of Mamba")
+        return replace(self, inner=inner, num_heads=heads)
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``: the channels' states, and the last inputs of the convolution.

@@ -1,8 +1,9 @@
 """The selective scan of Mamba in plain XLA: one token of each row, and prompts in chunks.
 
-A token with the step d, the input x, the key b [N] and the query c [N] changes a channel's state s
-[N] to exp(a d) s + d x b, where a [N] are the channel's rates; its output is s.c. Within a chunk an
-associative scan combines these maps, so no decay is divided by another one. Differentiable.
+A token with the step d, the input x, the key b [N] and the query c [N], which are those of its
+channel's head, changes a channel's state s [N] to exp(a d) s + d x b, where a [N] are the channel's
+rates; its output is s.c. Within a chunk an associative scan combines these maps, so no decay is
+divided by another one. Differentiable.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class ScanTokens(NamedTuple):
     """The inputs of tokens."""
 
     x: jax.Array  # [T, I]
-    b: jax.Array  # [T, N]
-    c: jax.Array  # [T, N]
+    b: jax.Array  # [T, H, N]: of each head, which has I / H consecutive channels
+    c: jax.Array  # [T, H, N]
     steps: jax.Array  # float32[T, I]
     rates: jax.Array  # float32[I, N], below 0
 
@@ -71,7 +72,9 @@ def _maps(tokens: ScanTokens) -> tuple[jax.Array, jax.Array]:  # float32[T, I, N
     """The factor and the addend of the state at each token."""
     x, b = tokens.x.astype(jnp.float32), tokens.b.astype(jnp.float32)
     decay = jnp.exp(tokens.rates * tokens.steps[..., None])
-    return decay, (tokens.steps * x)[..., None] * b[:, None]
+    each = (*b.shape[:2], x.shape[1] // b.shape[1], b.shape[2])  # [T, H, I / H, N]
+    b = jnp.broadcast_to(b[:, :, None], each).reshape(decay.shape)
+    return decay, (tokens.steps * x)[..., None] * b
 
 
 def _after(
@@ -81,5 +84,10 @@ def _after(
     return first[0] * second[0], first[1] * second[0] + second[1]
 
 
-def _outputs(states: jax.Array, c: jax.Array) -> jax.Array:  # float32[T, I, N], [T, N] -> [T, I]
-    return jnp.einsum("TIN,TN->TI", states, c.astype(jnp.float32), precision="highest")
+def _outputs(
+    states: jax.Array,  # float32[T, I, N]
+    c: jax.Array,  # [T, H, N]
+) -> jax.Array:  # float32[T, I]
+    by_head = states.reshape(*c.shape[:2], -1, c.shape[2])
+    out = jnp.einsum("THPN,THN->THP", by_head, c.astype(jnp.float32), precision="highest")
+    return out.reshape(states.shape[:2])

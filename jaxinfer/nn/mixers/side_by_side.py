@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 
 from jaxinfer.nn.context import PlainOutput, StepContext
+from jaxinfer.nn.decoder_config import MixerSpec
 from jaxinfer.nn.linear import Norm, Stream, added, normalised, scaled
 from jaxinfer.nn.mixers.side_by_side_spec import SideBySideConfig
 from jaxinfer.nn.state import LayerArrays
@@ -38,7 +39,7 @@ class SideBySide(nn.Module):
         attention = c.attention.module()
         nn.share_scope(self, attention)
         beside: Any = c.other.module().clone(name="beside", parent=self)
-        own, others = self._states(state, h.dtype)
+        own, others = divided_state(c.other, state, h.dtype)
         given = Stream(h * c.attention_scales.into)
         _, first, own = attention(given, none, own, ctx, only)
         given = Stream(h * c.other_scales.into)
@@ -47,12 +48,13 @@ class SideBySide(nn.Module):
         x = stream.x if only is None else take_rows(stream.x, only)
         return x, delta, own if others is None else {**(own or {}), **others}
 
-    def _states(
-        self, state: LayerArrays | None, dtype: Any
-    ) -> tuple[LayerArrays | None, LayerArrays | None]:
-        """The arrays of attention, and those of the other mixer."""
-        if state is None:
-            return None, None
-        names = {entry.name for entry in self.config.other.state(dtype).per_slot}
-        others = {name: array for name, array in state.items() if name in names}
-        return {name: array for name, array in state.items() if name not in names}, others
+
+def divided_state(
+    other: MixerSpec, state: LayerArrays | None, dtype: Any
+) -> tuple[LayerArrays | None, LayerArrays | None]:
+    """The arrays of attention, and those of the other mixer of a layer."""
+    if state is None:
+        return None, None
+    names = {entry.name for entry in other.state(dtype).per_slot}
+    others = {name: array for name, array in state.items() if name in names}
+    return {name: array for name, array in state.items() if name not in names}, others

@@ -18,15 +18,16 @@ def decoder_config(
     eps: str = "rms_norm_eps",
     activations: tuple[str, ...] = ("silu", "swish"),
     kv_heads: int | None = None,
+    value_dim: bool = False,
 ) -> dict[str, Any]:
     """The keys of config.json of decoders whose heads have keys and values of their own width.
 
     With ``partial`` heads may rotate in part; without ``dense`` the file may lack the width of
-    dense networks; with ``scaled`` the caller reads the scale of scores, with ``kv_heads`` it has
-    read their number. ``eps`` is the key of the epsilon, by default of RMS norms, others are of
-    LayerNorms; ``activations`` are names of the one that llama.cpp computes, Hugging Face's first.
-    Raises ``CheckpointError`` for a value that is not supported, and ``UnknownArchitectureError``
-    for experts, if no key of theirs was read before.
+    dense networks; with ``scaled`` the caller reads the scale of scores, with ``value_dim`` the
+    width of values; with ``kv_heads`` it has read their number. ``eps`` is the key of the epsilon,
+    by default of RMS norms, others are of LayerNorms; ``activations`` are names of the one that
+    llama.cpp computes, Hugging Face's first. Raises ``CheckpointError`` for a value that is not
+    supported, and ``UnknownArchitectureError`` for experts, if no key of theirs was read before.
     """
     heads = meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")
@@ -35,7 +36,8 @@ def decoder_config(
             f"{meta.header.path} is a mixture of experts, which no known family covers"
         )
     head_dim = meta.count("attention.key_length", max(hidden_size // heads, 1))
-    for key in ("attention.value_length", "attention.head_dim"):  # the latter is Ollama's
+    own = () if value_dim else ("attention.value_length",)
+    for key in (*own, "attention.head_dim"):  # the latter is Ollama's
         meta.only(key, head_dim)
     if not scaled:
         meta.only("attention.scale", 0, head_dim**-0.5)

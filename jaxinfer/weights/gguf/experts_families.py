@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.weights.gguf.dense_families import BOTH
+from jaxinfer.weights.gguf.experts_config import dbrx_sections, mimo2_layers
 from jaxinfer.weights.gguf.families import (
     QKV_BIAS,
     ROPE_REMARK,
@@ -94,6 +95,35 @@ _BIASED: tuple[Reader, ...] = (
 )
 EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
     {
+        "dbrx": Family(
+            "DbrxForCausalLM",
+            "dbrx",
+            fixed={"tie_word_embeddings": False},
+            options={"eps": "layer_norm_eps"},
+            renamed={
+                "hidden_size": "d_model",
+                "num_attention_heads": "n_heads",
+                "num_hidden_layers": "n_layers",
+                "max_position_embeddings": "max_seq_len",
+                **dict.fromkeys(("layer_norm_eps", "intermediate_size", "hidden_act")),
+            },
+            readers=(dbrx_sections, _SOFTMAX, constant("attention.layer_norm_epsilon", 1e-5)),
+        ),
+        "mimo2": Family(
+            "MiMoV2FlashForCausalLM",
+            "mimo_v2_flash",
+            fixed={"norm_topk_prob": True},
+            options={"partial": True, "dense": False, "value_dim": True},
+            readers=(
+                counts(n_routed_experts=_COUNT, num_experts_per_tok=_USED),
+                counts(moe_intermediate_size=_WIDTH),
+                _SIGMOID,
+                constant("expert_weights_norm", True),
+                _without_groups,
+                constant("expert_weights_scale", 0, 1.0),
+                mimo2_layers,
+            ),
+        ),
         # llama.cpp does not renormalise the weights of the chosen experts of these two.
         "qwen2moe": Family(
             "Qwen2MoeForCausalLM",

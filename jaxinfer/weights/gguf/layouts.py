@@ -200,5 +200,11 @@ _SHAPES: Mapping[Layout, tuple[_Shape, Callable[[np.ndarray], np.ndarray]]] = Ma
         # a matrix with one row, of which a file may have only the row
         "row": (lambda shape: shape if len(shape) == 2 else (1, *shape), same),
         "conv": (lambda shape: (shape[0], 1, *shape[1:]), same),
+        # the rows of all experts' matrices [E, O, I], and their columns
+        "experts_rows": (lambda shape: (math.prod(shape[:-1]), *shape[-1:]), same),
+        "experts_columns": (
+            lambda shape: (math.prod(shape[:1] + shape[2:]), *shape[1:2]),
+            lambda values: np.moveaxis(values, 1, -1),
+        ),
     }
 )

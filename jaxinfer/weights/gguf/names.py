@@ -30,6 +30,8 @@ type Layout = Literal[
     "query_key_value",
     "each_head",
     "gates_and_ups",
+    "experts_rows",
+    "experts_columns",
     "log_rates",
     "row",
     "conv",

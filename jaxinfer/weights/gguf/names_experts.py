@@ -286,11 +286,46 @@ _BAILING_1 = replace(
         ),
     ),
 )
+_DBRX = NameTable(
+    model={
+        "token_embd": "transformer.wte",
+        "output_norm": "transformer.norm_f",
+        "output": "lm_head",
+    },
+    layer={
+        "attn_norm": "norm_attn_norm.norm_1",
+        "attn_qkv": "norm_attn_norm.attn.Wqkv",
+        "attn_output": "norm_attn_norm.attn.out_proj",
+        "attn_output_norm": "norm_attn_norm.norm_2",
+        "ffn_gate_inp": "ffn.router.layer",
+    },
+    layer_prefix="transformer.blocks.",
+    # of all experts; Hugging Face has the transposes of downs
+    bare={
+        "ffn_gate_exps.weight": "ffn.experts.mlp.w1",
+        "ffn_up_exps.weight": "ffn.experts.mlp.v1",
+        "ffn_down_exps.weight": "ffn.experts.mlp.w2",
+    },
+    layouts={
+        "ffn_gate_exps": "experts_rows",
+        "ffn_up_exps": "experts_rows",
+        "ffn_down_exps": "experts_columns",
+    },
+)
+_MIMO = replace(
+    _QWEN3_MOE,
+    bare={
+        "attn_sinks.weight": "self_attn.attention_sink_bias",
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    },
+)
 # by the model_type of config.json
 EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
     {
         "qwen3_moe": _QWEN3_MOE,
         "mixtral": _MIXTRAL,
+        "dbrx": _DBRX,
+        "mimo_v2_flash": _MIMO,
         "gpt_oss": _GPT_OSS,
         "deepseek_v2": DEEPSEEK,
         "deepseek_v3": DEEPSEEK,

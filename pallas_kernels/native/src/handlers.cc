@@ -109,6 +109,28 @@ void ForTokens(ffi::ThreadPool& pool, int64_t tokens, std::function<void(int64_t
   }
 }
 
+// Leaves out the tokens whose activations are all zero, as those of padding are: their results are
+// zero, too. `rows` holds the others while the call runs.
+void SkipZeros(ffi::ThreadPool& pool, GemmCall* call, std::vector<int32_t>* rows) {
+  std::vector<int32_t> maybe;  // without a look at every activation
+  for (int64_t token = 0; token < call->tokens; ++token) {
+    const bool is_zero = call->x[token * call->inputs] == 0.f;
+    (is_zero ? maybe : *rows).push_back(static_cast<int32_t>(token));
+  }
+  if (maybe.empty()) return;
+  std::vector<uint8_t> is_zero(maybe.size());
+  ForTokens(pool, maybe.size(), [&](int64_t i) {
+    const float* x = call->x + maybe[i] * call->inputs;
+    is_zero[i] = std::all_of(x, x + call->inputs, [](float each) { return each == 0.f; });
+    if (is_zero[i]) std::fill_n(call->out + maybe[i] * call->outputs, call->outputs, 0.f);
+  });
+  for (size_t i = 0; i < maybe.size(); ++i) {
+    if (!is_zero[i]) rows->push_back(maybe[i]);
+  }
+  call->rows = rows->data();
+  call->tokens = rows->size();
+}
+
 template <class Buffer>
 const void* DataOrNull(const Buffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : buffer.untyped_data();
@@ -154,6 +176,8 @@ ffi::Error Gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer va
     return ffi::Error::InvalidArgument("quantised_gemm: the workspace is too small");
   }
 
+  std::vector<int32_t> rows;
+  SkipZeros(pool, &call, &rows);
   const int64_t most = variant.most_tokens, groups = call.inputs / call.group;
   ParallelFor(pool, (call.tokens + most - 1) / most, [&](int64_t index) {
     const int64_t first = index * most, left = call.tokens - first;

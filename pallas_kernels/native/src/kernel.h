@@ -34,15 +34,20 @@ struct GemmCall {
   int64_t group, super_group;       // super_group: 0 without supers
   int64_t block_outputs;            // that share scales, in float32 if they are several
   Factor factor;                    // of scales and offsets
-  const float* x;                   // [tokens, inputs]
+  const int32_t* rows;              // of x and out, of each token; null: token t is row t
+  const float* x;                   // [rows, inputs]
   const uint8_t* values;
   const void* scales;
   const uint8_t* zeros;    // or null
   const void* offsets;     // or null
   const uint16_t* supers;  // or null
-  float* out;              // [tokens, outputs]
+  float* out;              // [rows, outputs]
   uint8_t* workspace;      // WorkspaceBytes
 };
+
+inline int64_t RowOf(const GemmCall& call, int64_t token) {
+  return call.rows == nullptr ? token : call.rows[token];
+}
 
 // Activations that share a scale.
 inline int64_t BlockOf(const GemmCall& call) { return call.group % 32 == 0 ? 32 : 16; }
