@@ -52,7 +52,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="head",
-        head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
+        head_dim=hf.head_dim(config, _HEAD_DIM),
         windows=windows,
         rotates=[window is not None for window in windows],
         norms="both",

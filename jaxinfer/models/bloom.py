@@ -20,6 +20,11 @@ from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.positions import Alibi
 
 _POSITIONS = 2048  # of the published models; the bias has no end
+# Settings of the training program, which transformers does not read.
+_UNUSED = (
+    *("attention_softmax_in_fp32", "masked_softmax_fusion", "bias_dropout_fusion"),
+    *("skip_bias_add", "skip_bias_add_qkv", "offset_alibi"),
+)
 _NAMES = TensorNames(
     embed="word_embeddings",
     embed_norm="word_embeddings_layernorm",
@@ -36,6 +41,8 @@ _NAMES = TensorNames(
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "apply_residual_connection_post_layernorm", False)
+    for unused in _UNUSED:
+        config.get(unused)
     width = hf.positive_int(config, hf.first_of(config, "hidden_size", "n_embed"))
     layers, heads = (
         hf.positive_int(config, hf.first_of(config, *keys))

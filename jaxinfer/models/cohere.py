@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
+from jaxinfer.models.layer_kinds import pattern_windows, windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -60,12 +60,7 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     hf.supported_only(config, "use_gated_activation", True)
     hf.supported_only(config, "use_parallel_block", True)
     hf.supported_only(config, "position_embedding_type", "rope_gptj")
-    window = sliding_window(config)
-    pattern = hf.positive_int(config, "sliding_window_pattern", _PATTERN)
-    if config.get("layer_types") is not None:
-        return windows_by_layer(config, window)
-    num_layers = hf.positive_int(config, "num_hidden_layers")
-    return tuple(window if (i + 1) % pattern else None for i in range(num_layers))
+    return pattern_windows(config, _PATTERN)
 
 
 FAMILY = ModelFamily(

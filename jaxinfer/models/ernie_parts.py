@@ -29,7 +29,7 @@ ERNIE_TENSORS = ExpertTensors(
 def ernie_config(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     bias, windows = hf.flag(config, "use_bias", False), windows_by_layer(config, None)
-    ffns, head_dim = None, hf.positive_int(config, "head_dim", _HEAD_DIM)
+    ffns, head_dim = None, hf.head_dim(config, _HEAD_DIM)
     if "Ernie4_5_MoeForCausalLM" in config.get("architectures", ()):
         hf.supported_only(config, "use_bias", False)
         ffns, head_dim = _networks(config, len(windows)), hf.head_dim(config)

@@ -66,6 +66,7 @@ def _cap(config: Mapping[str, Any], key: str, default: float) -> float | None:
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The window of each layer; by default every second layer has none."""
     window = sliding_window(config)
+    hf.supported_only(config, "sliding_window_size", window)  # the same one, in older files
     if config.get("layer_types") is not None:
         return windows_by_layer(config, window)
     num_layers = hf.positive_int(config, "num_hidden_layers")

@@ -8,6 +8,7 @@ width, rounded to the dtype. Layers with a window have another rope.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_keys import REMOVE_KEY
 from jaxinfer.models.hf_rope import ropes_by_kind
-from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
+from jaxinfer.models.layer_kinds import pattern_windows
 from jaxinfer.models.params import plus_one, stack_plus_one
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -55,14 +56,14 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     rope, local_rope = ropes_by_kind(
         config, head_dim, theta=_GLOBAL_THETA, local_theta=_LOCAL_THETA, local_key=_LOCAL_KEY
     )
-    return gqa_config(
+    decoder = gqa_config(
         config,
         dtype,
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="head",
         head_dim=head_dim,
-        windows=_windows(config),
+        windows=pattern_windows(config, _PATTERN),
         rope=rope,
         local_rope=local_rope,
         activation=hf.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
@@ -72,19 +73,9 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         norm_dtype=jnp.dtype(jnp.float32),
         embed_scale=hf.positive_int(config, "hidden_size") ** 0.5,
     )
-
-
-def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The window of each layer; by default every sixth layer has none."""
-    window = sliding_window(config)
-    if config.get("layer_types") is not None:  # it wins; a pattern is only checked
-        hf.layer_index(config, "sliding_window_pattern", _PATTERN)
-        hf.layer_index(config, "_sliding_window_pattern", _PATTERN)
-        return windows_by_layer(config, window)
-    other = config.get("_sliding_window_pattern", _PATTERN)
-    pattern = hf.positive_int(config, "sliding_window_pattern", other)
-    num_layers = hf.positive_int(config, "num_hidden_layers")
-    return tuple(window if (i + 1) % pattern else None for i in range(num_layers))
+    # that of published files, 131,072, is already the one with the scaling by 8
+    length = hf.positive_int(config, "max_position_embeddings")
+    return replace(decoder, lengths=(length, length))
 
 
 FAMILY = ModelFamily(

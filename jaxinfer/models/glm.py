@@ -27,7 +27,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         config,
         dtype,
         qkv_bias=hf.flag(config, "attention_bias", True),
-        head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
+        head_dim=hf.head_dim(config, _HEAD_DIM),
         partial_rotary=_PARTIAL_ROTARY,
     )
 

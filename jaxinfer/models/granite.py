@@ -35,6 +35,7 @@ _WINDOW, _PATTERN = 128, 4  # transformers' defaults of GraniteSWA
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    hf.supported_only(config, "position_embedding_type", "rope")
     names = config.get("architectures", ())
     is_swa = any(name in names for name in _SWA)
     windows = _windows(config) if is_swa else windows_by_layer(config, None)

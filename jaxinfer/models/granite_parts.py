@@ -37,6 +37,7 @@ def granite_config(
     config: Mapping[str, Any], dtype: jnp.dtype, *, bias: bool, **more: Any
 ) -> DecoderSpec:
     """A decoder with Granite's factors; ``more`` are further arguments of ``gqa_config``."""
+    hf.supported_only(config, "normalization_function", "rmsnorm")
     return gqa_config(
         config,
         dtype,

@@ -77,8 +77,12 @@ def is_positive(value: Any) -> bool:
     return 0 < value <= MAX_NUMBER
 
 
-def head_dim(config: HFConfig) -> int:
-    """The width of a head: its key, or else the width divided by the number of query heads."""
+def head_dim(config: HFConfig, default: int | None = None) -> int:
+    """The width of a head: its key, a family's ``default`` if it is absent, or else, and if it is
+    null, the width divided by the number of query heads.
+    """
+    if default is not None and "head_dim" not in config:
+        return default
     heads = positive_int(config, "num_attention_heads")
     return positive_int(config, "head_dim", positive_int(config, "hidden_size") // heads)
 

@@ -19,6 +19,7 @@ NO_EFFECT = frozenset(
     {
         # names and versions
         *("_commit_hash", "_name_or_path", "architectures", "auto_map", "finetuning_task"),
+        "is_composition",
         *("is_llama_config", "model_type", "name_or_path", "tokenizer_class"),
         *("transformers_version", "unsloth_fixed", "unsloth_version"),
         # token ids and settings of generation: ``engine.requests.facts``

@@ -35,6 +35,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     hf.supported_only(config, "use_cla", False)
     hf.supported_only(config, "use_rotary_pos_emb", True)
     hf.supported_only(config, "norm_type", "rms")
+    hf.flag(config, "enable_lm_head_fp32", True)  # sums are in float32 here
     bias, head_dim = hf.flag(config, "attention_bias", False), hf.head_dim(config)
     hf.supported_only(config, "attention_head_dim", head_dim)
     windows, ffns = windows_by_layer(config, None), None
@@ -88,6 +89,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
     hf.supported_only(config, "use_mixed_mlp_moe", True)
     hf.supported_only(config, "moe_layer_num_skipped", 0)
     hf.supported_only(config, "norm_topk_prob", True)
+    hf.supported_only(config, "routed_scaling_factor", 1)
     one = {key: _equal(config, key) for key in ("num_experts", "moe_topk", "num_shared_expert")}
     width = hf.positive_int(config, "intermediate_size")
     if (given := _equal(config, "moe_intermediate_size")) not in (None, width):

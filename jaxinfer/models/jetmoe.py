@@ -30,6 +30,7 @@ from jaxinfer.nn.placement import Fused
 from pallas_kernels.route.routing import Routing
 
 _TENSORS = ExpertTensors(router="mlp.router.layer")
+_EPS = 1e-6  # of the layers' norms, whatever "rms_norm_eps" is, which is the final norm's
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -56,6 +57,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         head_dim=hf.positive_int(config, key, 128),
         ffns=[experts] * layers,
         tied=True,
+        norm_eps=_EPS,
+        final_norm_eps=hf.positive_float(config, "rms_norm_eps"),
     )
     attention = decoder.layers[0].mixer
     assert isinstance(attention, AttentionConfig)

@@ -1,6 +1,7 @@
 """Which layers have a window and which rotate, of families that have layers of both kinds.
 
 Owns: ``windows_by_layer`` and ``sliding_window``, ``upper_layer_windows`` (Qwen),
+``pattern_windows`` (Gemma 3, Cohere 2),
 ``exaone_windows`` (EXAONE 4 and its mixtures), ``rotating_layers`` (SmolLM3, Llama 4).
 """
 
@@ -18,6 +19,7 @@ _LAYER_TYPES = ("full_attention", _SLIDING)
 _WINDOW = 4096  # transformers' default for Mistral and Qwen
 _MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
 _PATTERN = _INTERVAL = 4  # transformers' defaults
+_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
 def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -56,6 +58,22 @@ def windows_by_layer(
             "'sliding_window', and 'use_sliding_window' where the family has it"
         )
     return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def pattern_windows(config: Mapping[str, Any], default: int) -> tuple[int | None, ...]:
+    """The window of each layer; layers whose number is a multiple of the pattern have none.
+
+    Files that transformers 4.53 and later ones saved have "_sliding_window_pattern" next to
+    "layer_types", which win: a pattern is only checked there.
+    """
+    window = sliding_window(config)
+    if config.get("layer_types") is not None:
+        for key in _PATTERNS:
+            hf.layer_index(config, key, default)
+        return windows_by_layer(config, window)
+    pattern = hf.positive_int(config, hf.first_of(config, *_PATTERNS), default)
+    num_layers = hf.positive_int(config, "num_hidden_layers")
+    return tuple(window if (i + 1) % pattern else None for i in range(num_layers))
 
 
 def exaone_windows(config: Mapping[str, Any]) -> tuple[tuple[int | None, ...], list[bool]]:

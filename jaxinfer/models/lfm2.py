@@ -57,8 +57,12 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         hf.supported_only(config, "num_heads", config.get("num_attention_heads"))
     eps = hf.positive_float(config, "norm_eps", _EPS)
     hf.supported_only(config, "block_norm_eps", eps)
+    if config.get("rope_theta") is not None:
+        hf.supported_only(config, "theta", config.get("rope_theta"))
     hf.supported_only(config, "block_use_swiglu", True)
     hf.supported_only(config, "use_pos_enc", True)
+    for unused in ("block_mlp_init_scale", "block_out_init_scale"):
+        config.get(unused)  # of training
     kinds = _layer_kinds(config)
     is_sparse = "Lfm2MoeForCausalLM" in config.get("architectures", ())
     networks = _networks(config, len(kinds)) if is_sparse else [_dense(config)] * len(kinds)

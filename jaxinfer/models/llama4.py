@@ -57,7 +57,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     bias, growth = hf.flag(config, "attention_bias", False), None
     beta = hf.positive_float(config, "attn_scale", _GROWTH)
     original = hf.positive_int(config, "floor_scale", _FLOOR)
-    if hf.flag(config, "attn_temperature_tuning", True):
+    tuned = config.get("attn_temperature_tuning")
+    if tuned == 4 or hf.flag(config, "attn_temperature_tuning", True):  # 4: of the first files
         growth = QueryGrowth(beta, original, offset=1)
     decoder = gqa_config(
         config,

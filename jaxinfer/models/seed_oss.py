@@ -26,7 +26,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=hf.flag(config, "attention_bias", True),
         o_bias=hf.flag(config, "attention_out_bias", False),
         mlp_bias=hf.flag(config, "mlp_bias", False),
-        head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
+        head_dim=hf.head_dim(config, _HEAD_DIM),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.hf_keys import QUANTIZATION_KEYS
+from jaxinfer.models.text_defaults import text_defaults
 
 WRAPPERS = (
     "AriaForConditionalGeneration",
@@ -179,10 +180,11 @@ WITH_IMAGES = (
 
 
 def own_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text decoder's part of a config, with what the file says of the whole model: how it is
-    quantised, whether its head is tied, and its token ids. As in transformers, the latter two win
-    over those of the part: Gemma's ids have the one that ends a turn, too, and transformers ties
-    the heads of some models whose "text_config" has another default.
+    """The text decoder's part of a config, with the defaults of its type for sizes that it lacks,
+    and with what the file says of the whole model: how it is quantised, whether its head is tied,
+    and its token ids. As in transformers, the latter two win over those of the part: Gemma's ids
+    have the one that ends a turn, too, and transformers ties the heads of some models whose
+    "text_config" has another default.
 
     Raises ``ConfigError`` for a quantisation of both whose values differ.
     """
@@ -205,4 +207,5 @@ def own_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
             added[key] = value
     if whole.get("architectures") == ["PaliGemmaForConditionalGeneration"]:
         added["use_bidirectional_attention"] = False  # that of prompts with images
-    return {**own, **added, **_FIXED.get(str(own.get("model_type")), {})}
+    kind = own.get("model_type")
+    return {**text_defaults(kind), **own, **added, **_FIXED.get(str(kind), {})}

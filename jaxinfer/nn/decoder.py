@@ -357,13 +357,13 @@ class Decoder(nn.Module):
 
     def finished(self, stream: Stream, ctx: StepContext) -> jax.Array:  # [T, D]
         """The final norm of the stream."""
-        norm = self._outer_norm("final_norm")
+        norm = self._outer_norm("final_norm", self.spec.final_norm_eps)
         _, hidden = normalised(self.residual.end(stream), norm, ctx)
         return ctx.at("final_norm", hidden)
 
-    def _outer_norm(self, name: str) -> Norm:
-        """A norm outside the layers, by the name of its parameter."""
-        norms = self.spec.norms
+    def _outer_norm(self, name: str, eps: float | None = None) -> Norm:
+        """A norm outside the layers, by the name of its parameter, with an epsilon of its own."""
+        norms = replace(self.spec.norms, eps=eps or self.spec.norms.eps)
         if norms.kind == "rms_plain":
             return _plain_norm(self.spec.hidden_size, norms)
         weights = None if norms.kind == "layer_plain" else jnp.atleast_2d(param(self, name))

@@ -1,8 +1,7 @@
 """A decoder as data: its layers, each with a mixer and a feed-forward network.
 
 The differences between families are fields: norms, scales, rope. The specs do not import Flax,
-which takes half as long as JAX to import: an engine whose steps are already compiled does not need
-it. ``module`` imports the modules.
+which takes half as long as JAX to import and which an engine with compiled steps does not need.
 """
 
 from __future__ import annotations
@@ -308,14 +307,14 @@ def _with_pages(layer: LayerSpec, own: jnp.dtype, dtype: jnp.dtype) -> LayerSpec
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A decoder.
+    """A decoder; ``lengths`` are an engine's default context length and the longest one.
 
-    ``lengths`` are the default context length of an engine and the longest one. ``embed_scale``
-    multiplies embeddings, ``num_positions`` is the length of the table of learned positions (None
-    without), whose row ``first_position`` is the first token's; ``sinusoids`` are a table without
-    parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they have so many
-    elements, and are projected to the stream. ``dtype`` is that of weights and activations,
-    ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of layers. With
+    ``embed_scale`` multiplies embeddings, ``num_positions`` is the length of the table of learned
+    positions (None without), whose row ``first_position`` is the first token's; ``sinusoids`` are a
+    table without parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they
+    have so many elements, and are projected to the stream. ``dtype`` is that of weights and
+    activations, ``norm_dtype`` that of norms (None: ``dtype``), ``final_norm_eps`` the epsilon of
+    the final norm (None: ``norm_eps``). ``layer_inputs`` are inputs of layers. With
     ``head_activation`` a matrix, this activation and a norm precede the head. Logits x, with a bias
     (``head_bias``) and times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
     """
@@ -329,6 +328,7 @@ class DecoderSpec:
     tie_word_embeddings: bool
     dtype: jnp.dtype
     norm_dtype: jnp.dtype | None = None
+    final_norm_eps: float | None = None
     embed_scale: float | None = None
     num_positions: int | None = None
     first_position: int = 0

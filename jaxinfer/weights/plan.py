@@ -20,6 +20,7 @@ from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from pallas_kernels.lib.quantised import Form
 
 _MAX_NAMED = 3  # tensors in one message
+_HEAD = "lm_head.weight"
 _BARE = re.compile(r"(embed_tokens|layers|norm)\.")
 
 
@@ -88,7 +89,8 @@ def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...
     """The source tensors of each parameter, in the order of the specs.
 
     Raises ``CheckpointError`` if a tensor is missing, has another shape, is stored in a dtype that
-    cannot be read, or belongs to no parameter.
+    cannot be read, or belongs to no parameter, and for a head that is not the embedding with which
+    config.json ties it, of which some rows are read.
     """
     family = model.family
     own_names = {canonical_name(family, name): name for name in checkpoint.tensors}
@@ -102,11 +104,30 @@ def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...
             f"the checkpoint has no {_listed(missing)}, which {model.architecture} needs; "
             "check that config.json belongs to these weights"
         )
+    _refuse_other_head(model, checkpoint, own_names)
     consumed = {own_names[name] for name in needed}
     consumed |= checkpoint.unneeded
     if unused := [name for name in checkpoint.tensors if name not in consumed]:
         _refuse_unexpected(model, checkpoint, unused)
     return tuple(_plan_param(spec, own_names, model, checkpoint) for spec in model.param_specs)
+
+
+def _refuse_other_head(model: Model, checkpoint: Checkpoint, own_names: Mapping[str, str]) -> None:
+    head, specs = own_names.get(_HEAD), {spec.path: spec for spec in model.declared_specs}
+    if head is None or not model.config.tie_word_embeddings or "embed" not in specs:
+        return
+    embed = own_names[canonical_name(model.family, specs["embed"].sources[0].name)]
+    one, other = (checkpoint.tensors[name] for name in (head, embed))
+    if not (one.readable and other.readable):  # quantised: its values have been rounded
+        return
+    last = min(one.shape[0], other.shape[0]) - 1
+    own, tied = ([checkpoint.read(name, i) for i in (0, last // 2, last)] for name in (head, embed))
+    if one.shape == other.shape and np.array_equal(own, tied):
+        return
+    raise CheckpointError(
+        f"tensor {head}{_place(one)} differs from {embed}, with which config key "
+        "'tie_word_embeddings' ties it; set that to false to use it, or remove the tensor"
+    )
 
 
 def _plan_param(

@@ -98,6 +98,19 @@ def test_a_wrong_value_is_named(name: str, change: dict[str, object], message: s
         build_model({**tiny_config(name), **change}, "float32")
 
 
+@pytest.mark.parametrize("name", ["ernie4_5", "glm", "seed_oss"])
+def test_a_null_width_of_heads_is_derived_and_a_missing_one_has_a_default(name: str) -> None:
+    config = tiny_config(name)
+    derived = config["hidden_size"] // config["num_attention_heads"]
+    widths = [{"head_dim": None}, {"head_dim": derived}]
+    one, other = (build_model({**config, **width}, "float32") for width in widths)
+    assert one == other
+    del config["head_dim"]
+    mixer = build_model(config, "float32").config.layers[0].mixer
+    assert isinstance(mixer, AttentionConfig)
+    assert mixer.head_dim == 128
+
+
 _KIMI = {"num_heads": 2, "head_dim": 16, "short_conv_kernel_size": 4}
 _LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
 

@@ -190,7 +190,7 @@ def test_keys_that_change_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED | READ)
 def test_published_configs_are_accepted(name: str) -> None:
     config = (PUBLISHED | READ)[name]
-    keys = ("max_position_embeddings", "n_positions", "model_max_length")
+    keys = ("max_position_embeddings", "n_positions", "model_max_length", "seq_length")
     positions = next(config[key] for key in keys if key in config)
     default = config.get("original_max_position_embeddings") or positions  # of LongRoPE
     assert build_model(config, "bfloat16").config.lengths == (default, positions)

@@ -14,6 +14,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from jaxinfer.core.errors import CheckpointError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.loop.late_compiles import COMPILE_EVENT
 from jaxinfer.models.base import abstract_params
@@ -133,6 +134,22 @@ def test_optional_prefix(tmp_path: Path, prefix: str) -> None:
     stored[f"{prefix}h.0.attn.bias"] = np.ones((1, 1, 8, 8), np.uint8)  # an ignored buffer
     folder = write_hf_folder(tmp_path / "m", config, stored)
     assert_same(load(resolve(folder, tmp_path), tmp_path), built_arrays(model, tensors))
+
+
+def test_a_head_next_to_the_embedding_with_which_it_is_tied(tmp_path: Path) -> None:
+    """A copy changes nothing; another head is not left out in silence."""
+    config = tiny_llama_config(tie_word_embeddings=True)
+    tensors = random_hf_tensors(build_model(config, "float32"))
+    embed = tensors["model.embed_tokens.weight"]
+    plain = load(resolve(write_hf_folder(tmp_path / "plain", config, tensors), tmp_path), tmp_path)
+    for name, head in (("copy", embed), ("other", 2 * embed), ("shorter", embed[:-1])):
+        folder = write_hf_folder(tmp_path / name, config, {**tensors, "lm_head.weight": head})
+        source = resolve(folder, tmp_path)
+        if name == "copy":
+            jax.tree.map(np.testing.assert_array_equal, load(source, tmp_path), plain)
+            continue
+        with pytest.raises(CheckpointError, match="lm_head.weight .* differs from .*; set that to"):
+            load(source, tmp_path)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

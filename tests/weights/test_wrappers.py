@@ -15,6 +15,8 @@ import pytest
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models import build_model
 from jaxinfer.models.registry import may_stack_experts, text_config, wrapping_architectures
+from jaxinfer.models.text_defaults import text_defaults
+from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.weights.plan import canonical_name, plan_params
 from jaxinfer.weights.stacked_experts import UnstackedExperts
 from kit.published_index import zeros
@@ -31,6 +33,8 @@ NOT_SAVED = {
     "Qwen2_5OmniModel",
     "Qwen3OmniMoeForConditionalGeneration",
 }
+
+LEFT_OUT = ("max_position_embeddings", "rms_norm_eps", "layer_norm_eps")
 
 
 def tensors_of(architecture: str) -> dict[str, tuple[int, ...]]:
@@ -86,6 +90,80 @@ def test_published_names(published: str, saved: str, key: str, names: dict[str, 
         tensors[name] = shape
     config = dict(SAVED[saved]["config"])
     planned({**config, "architectures": [published], key: config.pop("text_config")}, tensors)
+
+
+# The "text_config" of Gemma 3 4B, PaliGemma 3B, LLaVA 1.5 7B and Pixtral 12B, as published:
+# transformers leaves out the values that are its defaults. Then width, layers, heads and their
+# width, kv heads, vocabulary, context, epsilon.
+SPARSE = [
+    (
+        "Gemma3ForConditionalGeneration",
+        {
+            **{"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"},
+            **{"num_hidden_layers": 34, "sliding_window": 1024},
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
+        (2560, 34, 8, 256, 4, 262208, 131072, 1e-6),
+    ),
+    (
+        "PaliGemmaForConditionalGeneration",
+        {
+            **{"hidden_size": 2048, "intermediate_size": 16384, "model_type": "gemma"},
+            **{"num_attention_heads": 8, "num_hidden_layers": 18, "num_image_tokens": 256},
+            **{"num_key_value_heads": 1, "torch_dtype": "float32", "vocab_size": 257216},
+        },
+        (2048, 18, 8, 256, 1, 257216, 8192, 1e-6),
+    ),
+    (
+        "LlavaForConditionalGeneration",
+        {
+            **{"_name_or_path": "lmsys/vicuna-7b-v1.5", "architectures": ["LlamaForCausalLM"]},
+            **{"max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-05},
+            **{"torch_dtype": "float16", "vocab_size": 32064},
+        },
+        (4096, 32, 32, 128, 32, 32064, 4096, 1e-5),
+    ),
+    (
+        "LlavaForConditionalGeneration",
+        {
+            **{"head_dim": 128, "hidden_size": 5120, "intermediate_size": 14336},
+            **{"is_composition": True, "max_position_embeddings": 1024000, "model_type": "mistral"},
+            **{"num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05},
+            **{"rope_theta": 1000000000.0, "sliding_window": None, "vocab_size": 131072},
+        },
+        (5120, 40, 32, 128, 8, 131072, 1024000, 1e-5),
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "text", "sizes"), SPARSE)
+def test_sizes_that_a_text_config_leaves_out(
+    architecture: str, text: dict[str, Any], sizes: tuple[float, ...]
+) -> None:
+    whole = {"architectures": [architecture], "text_config": text}
+    made = build_model(text_config(whole), "bfloat16").config
+    mixer = made.layers[0].mixer
+    assert isinstance(mixer, AttentionConfig)
+    heads = (mixer.num_heads, mixer.head_dim, mixer.num_kv_heads)
+    rest = (made.vocab_size, made.lengths[0], made.norm_eps)
+    assert (made.hidden_size, len(made.layers), *heads, *rest) == sizes
+
+
+def _has_defaults(config: dict[str, Any]) -> bool:
+    """True for a decoder whose type has defaults; OPT's table of positions is a tensor."""
+    kind = config.get("text_config", {}).get("model_type")
+    return kind != "opt" and bool(text_defaults(kind))
+
+
+NESTED = [name for name, saved in SAVED.items() if _has_defaults(saved["config"])]
+
+
+@pytest.mark.parametrize("architecture", NESTED)
+def test_every_text_decoder_has_defaults(architecture: str) -> None:
+    """Keys that are no sizes of tensors may be missing in each of them."""
+    config = SAVED[architecture]["config"]
+    text = {key: value for key, value in config["text_config"].items() if key not in LEFT_OUT}
+    planned({**config, "text_config": text}, tensors_of(architecture))
 
 
 @pytest.mark.parametrize("whole", ["Qwen2_5Omni", "Qwen3OmniMoe"])
