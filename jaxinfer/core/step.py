@@ -302,13 +302,7 @@ class Reset(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """This call of the scheduler plans no step, since the device is needed for something else.
-
-    If it ``restores`` it comes after a call that has postponed a restore, whose step has been
-    launched: the request is admitted while the device computes.
-    """
-
-    restores: bool = False
+    """This call of the scheduler plans no step, since the device is needed for something else."""
 
 
 type OfTiers = TierChanged | Saved | Loaded

@@ -106,33 +106,26 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     return msgspec.structs.replace(seq, page_hashes=tuple(page_hashes))
 
 
-def admit(draft: Draft, seq: Sequence, max_chunk: int, *, postpones: bool = False) -> Sequence:
-    """``seq``, the head of the queue, with a slot and its pages; without while it must wait.
+def admit(draft: Draft, seq: Sequence, max_chunk: int) -> Sequence | None:
+    """``seq``, the head of the queue, with a slot and its pages; None while it must wait.
 
     ``max_chunk``: the tokens of its first chunk, at most. The caller moves it to running
     (``Draft.start``). If no sequence runs, every page is free and the head is always admitted.
-
-    ``postpones``: it gets no slot if it restores a prefix, but once only: to evict the pages of
-    16,384 tokens and to order the load takes longer than a decode step of Qwen3-4B, for which other
-    sequences would wait. It is admitted when this call's step has been launched.
     """
     limits = draft.limits
     if not draft.free_slots:
-        return seq
+        return None
     reusable = seq.page_hashes[: _num_reusable_pages(seq, limits)]
     hit = longest_hit(draft.pages, draft.snapshots, reusable, limits)
     if not chunk_tokens(len(seq.token_ids) - hit.num_pages * limits.page_size, max_chunk, limits):
-        return seq
+        return None
     if found := continued_in_tiers(draft, seq, reusable, hit):
-        if postpones and not seq.is_postponed:
-            draft.postponed = True
-            return msgspec.structs.replace(seq, is_postponed=True)
         if not _takes_pages(draft, seq, found.hit):
-            return seq
+            return None
         if admitted := _restoring(draft, seq, reusable, hit, found):
             return admitted
     if not _takes_pages(draft, seq, hit):
-        return seq
+        return None
     num_cached_tokens = hit.num_pages * limits.page_size
     reads: int | None = None
     if limits.num_snapshots and hit.num_pages:

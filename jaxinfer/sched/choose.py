@@ -19,7 +19,7 @@ from jaxinfer.core.limits import Limits
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, combined
 from jaxinfer.sched.admit import admit, all_fit, chunk_tokens, with_page_hashes
 from jaxinfer.sched.pages import extend_pages, have, num_missing_pages, release_passed
-from jaxinfer.sched.sequence import NO_SLOT, Sequence
+from jaxinfer.sched.sequence import Sequence
 from jaxinfer.sched.state import Draft
 
 NO_BUCKET = Bucket(0)
@@ -38,7 +38,7 @@ def choose_step(draft: Draft) -> StepPlan | None:
         prefills, admissions = _continued_prefills(draft, budget)
     # After a preemption no request is admitted in the same step, as pages are scarce.
     if draft.waiting and not preempted:
-        new_prefills, new_admissions = _new_prefills(draft, budget, bool(decodes or prefills))
+        new_prefills, new_admissions = _new_prefills(draft, budget)
         prefills += new_prefills
         admissions += new_admissions
     if only_prefills and not prefills:  # no waiting request can be admitted
@@ -254,21 +254,8 @@ def _continued_prefills(
     return rows, admissions
 
 
-def restore_postponed(draft: Draft) -> None:
-    """Admit the head of the queue if its restore was postponed; a later call plans its rows."""
-    head = next(iter(draft.waiting), None)
-    if head is not None and head.is_postponed:
-        seq = admit(draft, head, draft.limits.max_num_batched_tokens)
-        if seq.slot != NO_SLOT:
-            draft.start([seq])
-
-
-def _new_prefills(
-    draft: Draft, budget: Budget, has_rows: bool
-) -> tuple[list[ScheduledSeq], list[SlotAdmission]]:
-    """Rows of waiting requests. One that restores a prefix gets none yet, and blocks no other,
-    unless the step ``has_rows``: then it is postponed.
-    """
+def _new_prefills(draft: Draft, budget: Budget) -> tuple[list[ScheduledSeq], list[SlotAdmission]]:
+    """Rows of waiting requests. One that restores a prefix gets none yet, and blocks no other."""
     rows: list[ScheduledSeq] = []
     started: list[Sequence] = []
     admissions: list[SlotAdmission] = []
@@ -276,11 +263,9 @@ def _new_prefills(
     for head in draft.waiting:
         if (max_chunk := budget.tokens_for(head)) <= 0:
             break
-        seq = admit(
-            draft, with_page_hashes(draft, head), max_chunk, postpones=has_rows or bool(rows)
-        )
-        if seq.slot == NO_SLOT:
-            blocked = seq
+        hashed = with_page_hashes(draft, head)
+        if (seq := admit(draft, hashed, max_chunk)) is None:
+            blocked = hashed
             break
         if seq.is_waiting_for_load:
             started.append(seq)
@@ -293,7 +278,7 @@ def _new_prefills(
     if started:
         draft.start(started)
     if blocked is not None and blocked is not draft.waiting[0]:
-        draft.waiting = (blocked, *draft.waiting[1:])  # keep its page hashes, and that it waited
+        draft.waiting = (blocked, *draft.waiting[1:])  # keep its page hashes
     return rows, admissions
 
 

@@ -22,10 +22,8 @@ others are planned in the meantime, so the bound counts only steps that are plan
 has ended. A tier must report the end of each load, and only the loads of a request delay it. This
 holds as well where preempted sequences are offloaded (``TierPolicy.offloads``): each readmission of
 a request may wait for a load, but the first request is never preempted again, so of the steps after
-it has become the first only those during one load do not count. An admission that restores may be
-left to the next call (``Hold.restores``, or else the call that plans the next step): one more step
-does not count. What a load brings back need not be prefilled again, so the first term can only
-become smaller.
+it has become the first only those during one load do not count. What a load brings back need not
+be prefilled again, so the first term can only become smaller.
 
 With ``prefill_first`` a planned step may leave out all decodes, also the first request's, if
 prompts wait or prefill. Such a step computes a chunk of the first prompt, or its rest, so it adds
@@ -49,7 +47,7 @@ from jaxinfer.core.step import (
 )
 from jaxinfer.core.tiers import NO_ORDERS, Loaded, Saved, TierChanged
 from jaxinfer.sched.admit import arrive
-from jaxinfer.sched.choose import choose_step, restore_postponed
+from jaxinfer.sched.choose import choose_step
 from jaxinfer.sched.commit import commit_step, fail_step
 from jaxinfer.sched.saves import save_units
 from jaxinfer.sched.state import Draft, ScheduleOutput, SchedulerState, initial_state
@@ -87,17 +85,13 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
                 draft.moves.end_saves(event.count)
             case Loaded():
                 commit_load(draft, event)
-            case Hold(restores):
+            case Hold():
                 plans = False
-                if restores:
-                    restore_postponed(draft)
     orders, policy = NO_ORDERS, draft.tiers
     step = choose_step(draft) if plans else None
     if policy is not None:
         save_units(draft, policy, step)
         orders = draft.moves.orders
     changes = tuple([pool.index_changes for pool in draft.pools])
-    output = ScheduleOutput(
-        step, tuple(draft.events), tuple(draft.duplicates), changes, orders, draft.postponed
-    )
+    output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates), changes, orders)
     return draft.finish(), output

@@ -58,7 +58,6 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     tail: bytes | None = None  # the page hash of the newest snapshot that was saved while decoding
     restoring: Restoring | None = None  # while a load is in flight
     may_restore: bool = True  # False once a load for it has failed
-    is_postponed: bool = False  # its restore was left to the next call: see ``admit``
     was_offloaded: bool = False  # True once it was preempted and its units were saved
     is_new: bool = False  # True while its slot is to be written by the step of its first row
     reads: int | None = None  # the snapshot that its first row will start from

@@ -75,7 +75,6 @@ class ScheduleOutput(msgspec.Struct, frozen=True):
     duplicates: tuple[str, ...] = ()
     index_changes: tuple[Items[IndexChange], ...] = ()
     orders: TierOrders = NO_ORDERS
-    postponed: bool = False  # ``Hold.restores`` should follow as soon as the step is launched
 
 
 def initial_state(
@@ -175,7 +174,6 @@ class Draft:
         self.num_slots = state.num_slots
         self.events: list[TokenEvent] = []
         self.duplicates: list[str] = []
-        self.postponed = False
 
     def finish(self) -> SchedulerState:
         """The next state; the draft must not be used afterwards."""
@@ -269,7 +267,6 @@ class Draft:
                 borders=(),
                 saving=None,
                 restoring=None,
-                is_postponed=False,
                 is_new=False,
                 reads=None,
             )

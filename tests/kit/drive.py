@@ -107,7 +107,6 @@ class Drive:
     ahead: SaveAhead | None = None
     num_looks: int = 0  # see ``FakeMover``
     most_saving_bytes: int = 1 << 62  # see ``TierRunner``
-    restores_beside: bool = True  # while a step runs; False: in the next iteration
     # each call: the state before it, its events and output
     recorded: list[tuple[SchedulerState, tuple[Event, ...], ScheduleOutput]] | None = None
     plans: list[StepPlan] = field(default_factory=list)
@@ -190,11 +189,7 @@ class Drive:
         done: list[Event] = []
         if self.flying and (len(self.flying) >= self.depth or self.last.step is None):
             done.append(StepDone(self.flying.pop(0)))
-        output = self.call(*done, *events)
-        if output.postponed and self.restores_beside:
-            self.call(Hold(restores=True))
-            self.last = output  # of the iteration
-        return output
+        return self.call(*done, *events)
 
     def give_up_pages(self, *, keeps_tiers: bool = True) -> None:
         """Collect all steps, and go on without anything on the device, as when an engine sleeps."""

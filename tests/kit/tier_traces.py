@@ -71,7 +71,6 @@ class TierTrace:
             num_looks=draw.choice((0, 0, 1, 3)),
             most_saving_bytes=draw.choice((1 << 62, 4 * PAGE_BYTES, 0)),
             recorded=[] if seed % 25 == 0 else None,
-            restores_beside=seed % 3 != 1,
         )
 
     def run(self) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from jaxinfer.core.connector import Connector, Forms
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import Abort, Hold, PageGroup, StepPlan
+from jaxinfer.core.step import Abort, PageGroup, StepPlan
 from jaxinfer.core.tiers import SNAPSHOTS, CostModel, SaveAhead, TierChanged, TierPolicy, group_of
 from jaxinfer.exec.tiers.host import HostTier
 from jaxinfer.sched.saves import has_saves
@@ -62,7 +62,7 @@ def drive(slowness: int = 0, failures: float = 0.0, **changes: Any) -> Drive:
     """A drive whose pool holds one long request, and a host tier that holds all."""
     cost, offloads = changes.pop("cost", CostModel()), changes.pop("offloads", False)
     most = changes.pop("most_save_bytes", 1 << 62)
-    names = ("ahead", "watermark", "restores_beside")
+    names = ("ahead", "watermark")
     of_drive = {name: changes.pop(name) for name in names if name in changes}
 
     def connector(forms: Forms) -> Connector:
@@ -112,34 +112,6 @@ def test_a_prefix_that_was_evicted_is_restored() -> None:
     assert [answer(one, prompt) for prompt in (PROMPT, OTHER, PROMPT)] == [0, 0, 36]
     assert computed(one.plans, "r2") == [(36, 40)]
     assert one.state.num_restored_tokens <= 36
-
-
-@pytest.mark.parametrize("restores_beside", [True, False])
-def test_a_restore_next_to_decodes_is_ordered_once_their_step_is_planned(
-    restores_beside: bool,
-) -> None:
-    """In a call of its own, or in the next one if there is none."""
-    one = drive(num_pages=18, restores_beside=False)
-    for prompt in (PROMPT, OTHER, tuple(7 * i % 50 for i in range(40))):
-        answer(one, prompt)
-    one.arrive(make_request("other", (1, 2, 3), arrival=5, max_tokens=16))
-    for _ in range(3):
-        one.tick()
-    planned = one.arrive(make_request("again", PROMPT, arrival=6, max_tokens=3))
-    (waiting,) = one.state.waiting
-    assert planned.postponed and len(planned.step.decodes) == 1  # type: ignore[union-attr]
-    assert not planned.orders.loads and not waiting.pages and len(waiting.page_hashes) == 9
-    ordered = one.call(Hold(restores=True)) if restores_beside else one.tick()
-    assert (ordered.step is None) == restores_beside and not ordered.postponed
-    assert [len(load.units) for load in ordered.orders.loads] == [9]
-    again = one.state.running[-1]
-    assert again.restoring is not None and again.num_registered_pages == 0
-    while one.state.running[-1].restoring is not None:
-        one.tick()
-    assert one.state.running[-1].num_registered_pages == 9
-    one.finish()
-    assert one.tokens()["again"] == expected_tokens(make_request("r", PROMPT, max_tokens=3), 48)
-    assert not one.call(Hold(restores=True)).orders.loads
 
 
 def test_pages_are_saved_once_and_below_the_watermark() -> None:

@@ -215,8 +215,6 @@ class EngineLoop[Handle]:
                 events = (*self._drain(), _failed(output.step, error))
                 continue
             self._in_flight.append((output.step, handle))
-            if output.postponed:
-                self._schedule((Hold(restores=True),))
             return news, (output.step,)
 
     def _of_tiers(self, events: tuple[Event, ...] = ()) -> tuple[Event, ...]:

@@ -199,8 +199,8 @@ def _event(event: Event) -> tuple[Any, ...]:
             return "loaded", buckets
         case Reset(keeps_tiers):
             return "reset", keeps_tiers
-        case Hold(restores):
-            return "hold", restores
+        case Hold():
+            return ("hold",)
         case TierChanged(added, removed):
             return "tiers", added, removed
         case Saved(count):
@@ -295,7 +295,7 @@ def _event_of(event: list[Any], outputs: dict[tuple[int, int], OutputDigest]) ->
         case "restored":
             return Loaded(values[0], tuple(values[1]))
         case "hold":
-            return Hold(*values)
+            return Hold()
         case _:
             raise ValueError(f"no event {kind!r}")
 

@@ -24,7 +24,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import RecordingError
 from jaxinfer.core.limits import Limits
 
-VERSION = 3  # of the format; raised by every change of it, and of the records in it
+VERSION = 4  # of the format; raised by every change of it, and of the records in it
 MAGIC = b"jaxinfer recording "
 OLDER = ".1"  # behind the name of the ring's other file
 PREVIOUS = ".previous"  # behind the name of the recording of the run before
