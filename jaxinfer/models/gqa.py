@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.layer_kinds import windows_by_layer
@@ -98,13 +97,7 @@ def gqa_config(
     attention, ``more`` of the decoder. Raises ``ConfigError`` with the key.
     """
     hidden_size = hf.positive_int(config, "hidden_size")
-    num_heads = hf.positive_int(config, "num_attention_heads")
-    num_kv_heads = hf.positive_int(config, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"config key 'num_attention_heads' {num_heads} is not a multiple of "
-            f"'num_key_value_heads' {num_kv_heads}"
-        )
+    num_heads, num_kv_heads = hf.head_counts(config)
     head_dim = head_dim or hf.positive_int(config, "head_dim", hidden_size // num_heads)
     rope = rope or rope_config(config, head_dim, theta=theta, partial=partial_rotary)
     if windows is None:

@@ -77,6 +77,20 @@ def is_positive(value: Any) -> bool:
     return 0 < value <= MAX_NUMBER
 
 
+def head_counts(config: HFConfig, kv_heads: int | None = None) -> tuple[int, int]:
+    """The numbers of query heads and of KV heads (by default ``kv_heads``, or one for each query
+    head), which must divide the first.
+    """
+    queries = positive_int(config, "num_attention_heads")
+    pairs = positive_int(config, "num_key_value_heads", kv_heads or queries)
+    if queries % pairs:
+        raise ConfigError(
+            f"config key 'num_attention_heads' {queries} is not a multiple of "
+            f"'num_key_value_heads' {pairs}"
+        )
+    return queries, pairs
+
+
 def head_dim(config: HFConfig, default: int | None = None) -> int:
     """The width of a head: its key, a family's ``default`` if it is absent, or else, and if it is
     null, the width divided by the number of query heads.

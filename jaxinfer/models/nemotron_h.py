@@ -161,15 +161,9 @@ def _mamba(config: Mapping[str, Any]) -> Mamba2Config:
 
 def _attention(config: Mapping[str, Any]) -> AttentionConfig:
     """Attention without rope and without biases."""
-    heads = hf.positive_int(config, "num_attention_heads")
-    kv_heads = hf.positive_int(config, "num_key_value_heads", 8)
+    heads, kv_heads = hf.head_counts(config, 8)
     head_dim = config.get("attention_head_dim") and hf.positive_int(config, "attention_head_dim")
     head_dim = hf.positive_int(config, "head_dim", head_dim or _HEAD_DIM)
-    if heads % kv_heads:
-        raise ConfigError(
-            f"config key 'num_attention_heads' {heads} is not a multiple of "
-            f"'num_key_value_heads' {kv_heads}"
-        )
     return AttentionConfig(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
     )

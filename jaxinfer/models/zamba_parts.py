@@ -50,13 +50,7 @@ def block_count(config: Mapping[str, Any], shared: int, uses: int) -> int:
 
 def attention_config(config: Mapping[str, Any], head_dim: int, *, rotates: bool) -> AttentionConfig:
     """The attention of every block; half of a head's components are of the stream."""
-    num_heads = hf.positive_int(config, "num_attention_heads")
-    num_kv_heads = hf.positive_int(config, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"config key 'num_attention_heads' {num_heads} is not a multiple of "
-            f"'num_key_value_heads' {num_kv_heads}"
-        )
+    num_heads, num_kv_heads = hf.head_counts(config)
     rope = rope_config(config, head_dim)  # whose keys may be there in any case
     return AttentionConfig(
         num_heads=num_heads,
