@@ -224,8 +224,7 @@ def test_sources_that_would_take_hours_are_refused_in_two_seconds() -> None:
     with pytest.raises(RequestError, match="takes more than 0.75 s to compile"):
         compiled(compiler, json={"patternProperties": patterns})
     compiler.close()  # the time of processes counts once they have ended
-    # the limit is a timer of the kernel, which counts whole ticks: on busy cores it was 4 % early
-    assert 0.9 * 0.75 <= cpu_seconds() - begin < 2
+    assert 0.75 <= cpu_seconds() - begin < 2
 
 
 def test_recursive_schemas_that_end(compiler: ConstraintCompiler) -> None:
