@@ -224,10 +224,8 @@ def test_tiny_chunks_are_limited_in_number(server: Serving, key: str) -> None:
     with RawClient(server.port) as client:
         assert client.send(chunked + few).reply().status == (415 if key is KEY else 401)
     with RawClient(server.port) as client:
-        client.send(chunked + b"1\r\nx\r\n" * 200_000)
-        with suppress(ConnectionResetError):
-            answer = client.rest()
-            assert answer.startswith(b"HTTP/1.1 4") and answer.count(b"HTTP/1.1") == 1
+        answer = client.send(chunked + b"1\r\nx\r\n" * 200_000).rest()
+        assert answer.startswith(b"HTTP/1.1 4") and answer.count(b"HTTP/1.1") == 1
     large = (b"200\r\n" + b" " * 512 + b"\r\n") * 1800 + b"0\r\n\r\n"
     with RawClient(server.port) as client:
         assert client.send(chunked + large).reply().status == (415 if key is KEY else 401)
@@ -265,6 +263,35 @@ def test_a_body_after_an_upgrade_is_no_request(server: Serving, framing: str) ->
         said = client.send(head("GET", "/version", "connection: close", KEY)).rest()
     assert said.startswith(b"HTTP/1.1 400 ") and said.count(b"HTTP/1.1 ") == 1
     assert b"upgrade_with_body" in said
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        (head("GET", "/health", *["a:b"] * (protocol.MAX_HEADERS + 1)), "head_too_large"),
+        (head("GET", f"/{'x' * 70_000}"), "head_too_large"),
+        (b"\x16\x03\x01 hello\r\n\r\n", "invalid_http"),
+    ],
+    ids=["headers", "path", "TLS"],
+)
+def test_a_client_that_sends_on_after_an_error_can_read_it(
+    server: Serving, first: bytes, code: str
+) -> None:
+    """A socket closed with bytes unread resets the connection."""
+    with RawClient(server.port) as client:
+        said = client.send(first + b"x" * (1 << 20)).rest()
+    assert said.startswith(b"HTTP/1.1 4") and said.count(b"HTTP/1.1 ") == 1
+    assert code.encode() in said
+
+
+def test_a_client_that_never_stops_sending_is_cut_off(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "REFUSED_SECONDS", 0.2)
+    with RawClient(server.port) as client:
+        client.send(b"no HTTP\r\n\r\n").wait()
+        wait_until(lambda: server.num_connections == 1, "it is open")
+        wait_until(lambda: server.num_connections == 0, "it is closed")
 
 
 # connections

@@ -23,7 +23,8 @@ from jaxinfer.server.http.buffered import BufferedBytes, RequestBytes
 from jaxinfer.server.http.errors import ApiError
 
 HEAD_SECONDS = 30.0  # from the connection, or from the head's first byte, to the end of the head
-# the same for connections beyond the limit, and the longest time for a body after the response
+# the same for connections beyond the limit, and for what a client still sends after bytes that are
+# not HTTP; the longest time for a body after the response
 REFUSED_SECONDS = 2.0
 LINGER_SECONDS = 10.0
 MAX_HEADERS = 128  # a header takes some 200 bytes of memory besides its text
@@ -67,6 +68,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._body_size = self._num_pieces = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._over_limit = False
+        self._is_ended = False  # an error ended the connection; what arrives now is dropped
         self._bytes = RequestBytes(limits.buffered)  # of the request that is read
         # that the app runs; ``cycle`` is of the last request, which may wait in the pipeline
         self._running: RequestResponseCycle | None = None
@@ -91,14 +93,14 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; refuse unparsed bytes beyond the limit of a head."""
-        if self.transport.is_closing():
+        if self._is_closing:
             return
         self._unparsed += len(data)
         self._limits.buffered.receive(len(data))
         super().data_received(data)
         if self.pipeline and len(self.cycle.body) <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()  # or it is not seen that the client leaves
-        if self._unparsed > self._max_head and not self.transport.is_closing():
+        if self._unparsed > self._max_head and not self._is_closing:
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
@@ -164,14 +166,32 @@ class BoundedHttp(HttpToolsProtocol):
         self._disconnect()
         last = self._running
         if last and last.response_started and (last.more_body or not last.response_complete):
-            self.transport.close()
+            self._end()
             return
         error = self._parser_error()
         head = (
             b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         ) % len(error.body)
         self.transport.write(STATUS_LINE[error.status] + head + error.body)
-        self.transport.close()
+        self._end()
+
+    def _end(self) -> None:
+        """End the connection after the bytes already written.
+
+        A socket closed while its client still sends resets the connection, and the client may lose
+        the response (RFC 9112, section 9.6). So only the sending side is closed, until the client
+        closes or ``REFUSED_SECONDS`` have passed. TLS cannot do that: there it stays open.
+        """
+        self._is_ended = True
+        self._stop_head_timer()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(REFUSED_SECONDS, self.transport.close)
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._is_ended or self.transport.is_closing()
 
     def _parser_error(self) -> ApiError:
         if self._num_pieces > MAX_PIECES:
