@@ -10,7 +10,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -20,11 +21,13 @@ from jaxinfer.core.errors import CacheError, ConfigError, EngineError
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import Bucket
+from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.requests.news import News
 from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile import background, build, memory_plan, stages
-from jaxinfer.exec.compile.build import compile_missing
+from jaxinfer.exec.compile.build import LaterExecutables, compile_missing
 from jaxinfer.exec.compile.bundle import Bundle, open_bundle
 from jaxinfer.exec.compile.memory_plan import DeviceMemory
 from jaxinfer.exec.compile.process import CompilerProcess
@@ -118,24 +121,31 @@ def answers(
     return [tuple(tokens[str(number)]) for number in range(3)]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    waited = threading.Event()
-    for _ in range(SECONDS * 100):
-        if condition():
-            return
-        waited.wait(0.01)
-    raise AssertionError("it never holds")
+class Early(NamedTuple):
+    """An engine that serves early, and the executables that were delivered to it."""
+
+    engine: Engine
+    delivered: SimpleQueue[LaterExecutables]
+
+    def take(self) -> None:
+        """Add the next delivered executables, as the engine's thread does."""
+        self.engine.add_executables(self.delivered.get(timeout=SECONDS))
+
+    def until_compiled(self) -> Engine:
+        """Step until all executables are there and have run."""
+        while self.engine.is_compiling:
+            self.take()
+            self.engine.step()
+        while self.engine.has_work:
+            self.engine.step()
+        return self.engine
 
 
-def until_compiled(engine: Engine) -> None:
-    """Step until all executables are there."""
-
-    def stepped() -> bool:
-        engine.step()
-        return not engine.is_compiling
-
-    until(stepped)
+def early_engine(plan: EnginePlan) -> Early:
+    """An engine that is built before all its executables are there."""
+    early = Early(build_engine(plan, serves_early=True), SimpleQueue())
+    early.engine.load_others(early.delivered.put)
+    return early
 
 
 def planned_buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
@@ -183,7 +193,7 @@ def test_others_are_compiled_or_loaded_after_the_first_ones_have_run(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch, saved: bool
 ) -> None:
     if saved:
-        until_compiled(build_engine(plan, serves_early=True))
+        early_engine(plan).until_compiled()
     order, warm_up = stages_of(plan, monkeypatch), Executor.warm_up
 
     def run(executor: Executor) -> None:
@@ -192,7 +202,7 @@ def test_others_are_compiled_or_loaded_after_the_first_ones_have_run(
         warm_up(executor)
 
     monkeypatch.setattr(Executor, "warm_up", run)
-    until_compiled(build_engine(plan, serves_early=True))
+    early_engine(plan).until_compiled()
     assert order == ["first", "run", "others"]
 
 
@@ -214,7 +224,7 @@ def test_first_executables_are_loaded_while_others_of_them_compile(
 
     monkeypatch.setattr(background, "load_executable", load)
     monkeypatch.setattr(build, "executable_file", save)
-    until_compiled(build_engine(plan, serves_early=True))
+    early_engine(plan).until_compiled()
     assert len(saved) == len(plan.program.names())
 
 
@@ -223,14 +233,14 @@ def test_requests_are_served_before_all_is_compiled(
 ) -> None:
     seen = planned_buckets(monkeypatch)
     with paused(monkeypatch) as proceed:
-        engine = build_engine(plan, serves_early=True)
+        engine = (early := early_engine(plan)).engine
         first = answers(engine)
         assert engine.is_compiling
         assert set(seen) <= {*FIRST}
-        early = engine.stats()
-        assert early.num_compiled == early.num_executables == len(first_names(plan.program))
+        stats = engine.stats()
+        assert stats.num_compiled == stats.num_executables == len(first_names(plan.program))
         proceed.set()
-        until_compiled(engine)
+        early.until_compiled()
     seen.clear()
     assert answers(engine) == first
     assert {*seen} - {*FIRST}, "smaller buckets are used once they are there"
@@ -248,11 +258,11 @@ def test_a_hybrid_is_served_before_all_is_compiled(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with paused(monkeypatch) as proceed:
-        engine = build_engine(plan, serves_early=True)
+        engine = (early := early_engine(plan)).engine
         first = answers(engine)
         assert engine.is_compiling
         proceed.set()
-        until_compiled(engine)
+        early.until_compiled()
     assert answers(engine) == first
     assert engine.stats().num_late_compiles == 0
 
@@ -271,11 +281,11 @@ def test_requests_are_served_before_all_is_loaded(
         return load_all(bundle, progress, names, devices)
 
     monkeypatch.setattr(background, "load_all", loaded)
-    engine = build_engine(plan, serves_early=True)
+    engine = (early := early_engine(plan)).engine
     assert answers(engine) == first
     assert engine.stats().num_executables == len(first_names(plan.program))
     proceed.set()
-    until_compiled(engine)
+    early.until_compiled()
     assert answers(engine) == first
     assert engine.stats().num_executables == num_executables
     assert engine.stats().num_compiled == engine.stats().num_late_compiles == 0
@@ -292,7 +302,7 @@ def test_others_are_loaded_after_the_tokenizer(
         order.append("tokenizer")
 
     monkeypatch.setattr(EnginePlan, "tokenizer", property(read))
-    until_compiled(build_engine(plan, serves_early=True))
+    early_engine(plan).until_compiled()
     assert order.index("first") < order.index("tokenizer") < order.index("others")
 
 
@@ -301,9 +311,8 @@ def test_new_executables_run_once_while_no_request_is_there(
 ) -> None:
     """A first run takes a GPU 25 ms, for which requests in flight would wait."""
     build_engine(plan)
-    engine = build_engine(plan, serves_early=True)
-    later, run_once, warmed = engine._later, Executor.run_once, list[Bucket]()
-    assert later is not None
+    engine = (early := early_engine(plan)).engine
+    run_once, warmed = Executor.run_once, list[Bucket]()
 
     def recorded(executor: Executor, buckets: list[Bucket]) -> None:
         assert engine._loop.idle
@@ -311,9 +320,22 @@ def test_new_executables_run_once_while_no_request_is_there(
         run_once(executor, buckets)
 
     monkeypatch.setattr(Executor, "run_once", recorded)
-    answers(engine, lambda: until(lambda: not later.building.unfinished or later.has_news))
-    until_compiled(engine)
+    answers(engine, early.take)
+    early.until_compiled()
     assert {*warmed} == {*plan.program.limits.buckets} - {*FIRST}
+
+
+def test_executables_join_an_engine_without_requests(plan: EnginePlan) -> None:
+    thread, awaited = EngineThread(build_engine(plan, serves_early=True)), SimpleQueue[int]()
+
+    def listen(message: object) -> None:
+        if isinstance(message, News):
+            awaited.put(message.stats.num_awaited)
+
+    thread.connect(listen)
+    while awaited.get(timeout=SECONDS):
+        pass
+    thread.stop()
 
 
 def test_a_damaged_file_after_the_start_ends_no_request(
@@ -325,8 +347,8 @@ def test_a_damaged_file_after_the_start_ends_no_request(
     damaged = folder / f"{name}.bin"
     damaged.write_bytes(bytes(damaged.stat().st_size))
     with caplog.at_level(logging.ERROR):
-        engine = build_engine(plan, serves_early=True)
-        until_compiled(engine)
+        engine = (early := early_engine(plan)).engine
+        early.until_compiled()
     assert f"cannot be loaded (the executables in {folder} cannot be used" in caplog.text
     assert all(len(tokens) == 6 for tokens in answers(engine))
     with pytest.raises(CacheError, match="delete that folder"):
@@ -337,16 +359,17 @@ def test_executables_join_while_a_step_is_in_flight(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with paused(monkeypatch) as proceed:
-        engine = build_engine(plan, serves_early=True)
+        engine = (early := early_engine(plan)).engine
         alone = answers(engine)
 
         def load() -> None:
             proceed.set()
-            until(lambda: engine._later is not None and engine._later.has_news)
+            for _ in range(2):  # the first one completes no bucket
+                early.take()
 
         assert answers(engine, load) == alone
         assert {*engine._loop.state.buckets} > {*FIRST}
-        until_compiled(engine)
+        early.until_compiled()
 
 
 def test_an_engine_that_ends_early_leaves_what_it_has_compiled(
@@ -355,7 +378,7 @@ def test_an_engine_that_ends_early_leaves_what_it_has_compiled(
     """Also if it is killed: nothing is written at its end."""
     first = first_names(plan.program)
     with paused(monkeypatch):
-        engine = build_engine(plan, serves_early=True)
+        engine = (early := early_engine(plan)).engine
         (folder,) = (plan.cache_dir / "executables").glob("*[!k]")
         assert {*open_bundle(folder).manifest.executables} == {*first}
         engine.close()
@@ -369,8 +392,8 @@ def test_an_engine_that_ends_early_leaves_what_it_has_compiled(
             compiled.extend(names)
 
     monkeypatch.setattr(background, "CompilerProcess", Recorded)
-    engine = build_engine(plan, serves_early=True)
-    until_compiled(engine)
+    engine = (early := early_engine(plan)).engine
+    early.until_compiled()
     assert order == ["first", "others"]
     assert compiled == names[1:]
     assert engine.stats().num_compiled == len(compiled)
@@ -407,9 +430,9 @@ def test_a_failure_after_the_start_ends_no_request(
 
     monkeypatch.setattr(background, "CompilerProcess", Fails)
     with caplog.at_level(logging.ERROR):
-        engine = build_engine(plan, serves_early=True)
+        engine = (early := early_engine(plan)).engine
         assert all(len(tokens) == 6 for tokens in answers(engine))
-        until_compiled(engine)
+        early.until_compiled()
     assert "cannot be compiled (no space left)" in caplog.text
     assert all(len(tokens) == 6 for tokens in answers(engine))
 

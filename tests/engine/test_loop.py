@@ -216,6 +216,9 @@ class WaitingEngine:
     is_compiling = saves_ahead = False
     stats = staticmethod(EngineStats)
 
+    def load_others(self, deliver: object) -> None:
+        """None are missing."""
+
     def __init__(self) -> None:
         self.thread = EngineThread(self)  # type: ignore[arg-type]
         self.calls: list[str] = []

@@ -42,10 +42,9 @@ from jaxinfer.engine.requests.news import News
 
 if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
+    from jaxinfer.exec.compile.build import LaterExecutables
 
 LOGGER = "jaxinfer.engine"
-# While an idle engine compiles in the background, it looks this often for loaded executables.
-COMPILING_SECONDS = 0.25
 # While an engine without work saves pages ahead, it looks this often whether a block is saved.
 SAVING_SECONDS = 0.5e-3
 # An engine without work for so long, after all compiling, prepares for the first form.
@@ -66,6 +65,12 @@ class _Compiled(NamedTuple):
     constraint: Future[Any]  # a ``Constraint``
 
 
+class _Loaded(NamedTuple):
+    """Executables that the engine did not have at its start."""
+
+    executables: LaterExecutables
+
+
 class _Change(NamedTuple):
     """A function that runs between two steps; ``mode``: what becomes of the open requests."""
 
@@ -83,7 +88,7 @@ class EngineThread(Link):
         self.tokenizer = engine.tokenizer
         self.stats = engine.stats()
         self._engine = engine
-        self._inbox: SimpleQueue[LoopCommand | _Change | _Compiled] = SimpleQueue()
+        self._inbox: SimpleQueue[LoopCommand | _Change | _Compiled | _Loaded] = SimpleQueue()
         self._compiling: dict[str, Future[Any]] = {}  # constraints of requests that wait for them
         self._last_form: StructuredOutputsParams | None = None  # of all submissions
         self._changes: list[_Change] = []  # that wait for the engine to become idle
@@ -104,6 +109,7 @@ class EngineThread(Link):
             target=self._run, args=(listener,), name="jaxinfer-engine", daemon=True
         )
         self._thread.start()
+        self._engine.load_others(lambda executables: self._inbox.put(_Loaded(executables)))
 
     def _pass(self, command: Command) -> None:
         if not isinstance(command, Ping):
@@ -181,7 +187,7 @@ class EngineThread(Link):
         self._make_changes(listener)
         block, is_compiling = not self._can_step, self._engine.is_compiling
         saves = block and self._saves_ahead
-        timeout = COMPILING_SECONDS if is_compiling else self._idle_seconds
+        timeout = None if is_compiling else self._idle_seconds
         timeout = SAVING_SECONDS if saves else timeout
         while True:
             self._progress = None if block else time.monotonic()
@@ -189,7 +195,7 @@ class EngineThread(Link):
                 command = self._inbox.get(block=block, timeout=timeout)
             except Empty:
                 self._progress = time.monotonic()
-                if block and not is_compiling and not saves:
+                if block and not saves:
                     self._idle_seconds = None
                     self._engine.constraints.prepare()
                 return True
@@ -214,6 +220,8 @@ class EngineThread(Link):
                 case _Change():
                     self._changes.append(command)
                     self._make_changes(listener)
+                case _Loaded(executables):
+                    self._engine.add_executables(executables)
                 case Stop():
                     return False
             block = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,10 @@ from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request, RequestSpec
-from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, TokenEvent
-from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Observer, Tiers, Weights
+from jaxinfer.core.step import Abort, Arrive, Event, TokenEvent
+from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, Observer, Tiers, Weights
 from jaxinfer.engine.loop.late_compiles import LateCompiles
+from jaxinfer.engine.loop.later import LaterBuckets
 from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, StepExecutor
 from jaxinfer.engine.loop.processor import SequenceProcessor, delta_of
 from jaxinfer.engine.loop.profiler import Profiler
@@ -33,6 +34,7 @@ from jaxinfer.engine.requests.validate import ValidatedRequest, check_request, r
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 
 if TYPE_CHECKING:
+    from jaxinfer.exec.compile.build import LaterExecutables
     from jaxinfer.models.base import Params
     from jaxinfer.text.tokenizer import Tokenizer
 
@@ -59,7 +61,7 @@ class Engine:
         self.facts = facts
         self.tokenizer, self.steering = tokenizer, SteeringVectors(limits.points)
         self._weights, self._tiers = weights, tiers
-        first = None if later is None else later.first
+        first = None if later is None else later.executor.buckets
         self._observers = tuple(observers)
         self._loop = EngineLoop(
             executor, limits, overlap=overlap, buckets=first, tiers=tiers, observers=observers
@@ -86,8 +88,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if ``step`` has something to do."""
-        later = self._later is not None and (self._later.has_news or self._later.warms_up)
-        return self._failure is None and bool(later or self._pending or not self._loop.idle)
+        warms_up = self._later is not None and self._later.warms_up
+        return self._failure is None and bool(warms_up or self._pending or not self._loop.idle)
 
     @property
     def saves_ahead(self) -> bool:
@@ -104,7 +106,26 @@ class Engine:
     @property
     def is_compiling(self) -> bool:
         """True while executables that would make some steps faster are not there yet."""
-        return self._later is not None
+        return self._later is not None and not self._later.is_complete
+
+    def load_others(self, deliver: Callable[[LaterExecutables], None]) -> None:
+        """Let the executables that are not there yet be compiled or loaded on another thread.
+
+        It calls ``deliver`` with each; the engine's thread passes them to ``add_executables``.
+        """
+        if self._later is not None:
+            self._later.later.begin(deliver)
+
+    def add_executables(self, loaded: LaterExecutables) -> None:
+        """Let later steps use executables that ``load_others`` has delivered."""
+        assert self._later is not None, "it delivers none"
+        self._pending += self._later.add(loaded)
+        self._start = msgspec.structs.replace(
+            start := self._start,
+            num_executables=start.num_executables + len(loaded.by_name),
+            num_awaited=start.num_awaited - len(loaded.by_name),
+            num_compiled=start.num_compiled + loaded.num_compiled,
+        )
 
     def check(
         self, spec: RequestSpec, constraint: Constraint | Future[Any] | None = None
@@ -174,10 +195,9 @@ class Engine:
         iterate = self._loop.iterate if launches else self._loop.drain
         events, self._pending = tuple(self._pending), []
         try:
-            if self._later is not None and not self.asleep:
-                if self._later.warms_up and self._loop.idle and not events:
-                    self._later.warm_up_next()
-                events = (*events, *self._loaded_buckets(self._later))
+            later, excluded = self._later, events or self.asleep
+            if later is not None and later.warms_up and not excluded and self._loop.idle:
+                later.warm_up_next()
             with self._late_compiles:
                 iteration = iterate(events)
                 steps, newly_started = self._timeline.record(iteration)
@@ -301,22 +321,7 @@ class Engine:
         for observer in self._observers:
             observer.close()
         if self._later is not None:
-            self._later.close()
-
-    def _loaded_buckets(self, later: LaterBuckets) -> tuple[Event, ...]:
-        """The event of buckets that were loaded since the last step, if there are any."""
-        if later.has_news:
-            joined, start = later.take(), self._start
-            self._start = msgspec.structs.replace(
-                start,
-                num_executables=start.num_executables + joined.num_executables,
-                num_awaited=start.num_awaited - joined.num_executables,
-                num_compiled=start.num_compiled + joined.num_compiled,
-            )
-            return (BucketsLoaded(joined.buckets),)
-        if not later.unfinished:
-            self._later = None
-        return ()
+            self._later.later.close()
 
     def _stop(self, error: Exception) -> EngineError:
         """Stop the engine, as its state can no longer be trusted; returns its last error."""

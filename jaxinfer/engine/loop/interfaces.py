@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxinfer.core.step import Bucket, Event
+from jaxinfer.core.step import Event
 from jaxinfer.core.tiers import TierOrders, TierPolicy, TierStats
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState
 
@@ -85,53 +85,6 @@ class Weights(Protocol):
 def reference_of(weights: Params | str | Path) -> str:
     """The reference of new weights, as observers get it; empty for a tree."""
     return str(weights) if isinstance(weights, str | Path) else ""
-
-
-class Joined(NamedTuple):
-    """Executables that joined an engine while it serves."""
-
-    buckets: tuple[Bucket, ...]  # that are complete now
-    num_executables: int
-    num_compiled: int  # of these
-
-
-class LaterBuckets(Protocol):
-    """Executables that are compiled or loaded while requests are served: ``engine.start.later``."""
-
-    @property
-    def first(self) -> Sequence[Bucket]:
-        """The buckets that can be used from the start."""
-        ...
-
-    @property
-    def unfinished(self) -> bool:
-        """True until all executables were taken and have run."""
-        ...
-
-    @property
-    def has_news(self) -> bool:
-        """True if ``take`` returns buckets now."""
-        ...
-
-    def take(self) -> Joined:
-        """Add what was loaded since the last call; on the engine's thread."""
-        ...
-
-    @property
-    def warms_up(self) -> bool:
-        """True if ``warm_up_next`` has a bucket to run."""
-        ...
-
-    def warm_up_next(self) -> None:
-        """Run a taken bucket for the first time, which takes a GPU some 25 ms; when idle.
-
-        Otherwise the first request that needs the bucket waits for that, and no other does.
-        """
-        ...
-
-    def close(self) -> None:
-        """Compile no further."""
-        ...
 
 
 class Tiers(Protocol):

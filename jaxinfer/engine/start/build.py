@@ -26,12 +26,12 @@ from jaxinfer.core.config import (
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.loop.later import LaterBuckets
 from jaxinfer.engine.requests.facts import facts_of_configs
 from jaxinfer.engine.requests.news import EngineStats
 from jaxinfer.engine.start.hosts import described, share_executables, wait_for_others
 from jaxinfer.engine.start.invariance import check_invariant, fixed_pins
 from jaxinfer.engine.start.join import join, starting
-from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.observers import observers_of
@@ -229,10 +229,10 @@ def build_engine(
     """Build a ready engine: weights are on the device, and every executable that a request may need
     is compiled, loaded and has run once. Raises a ``JaxinferError``.
 
-    With ``serves_early`` it has only those that hold every step, and a thread compiles or loads the
-    others (``exec.compile.background``), and the draws of requests without a seed are random unless
-    the settings have one. That is for engines that run for long: if the process exits before all
-    are compiled, the bundle is not saved.
+    With ``serves_early`` it has only those that hold every step, a thread compiles or loads the
+    others after ``Engine.load_others`` (``exec.compile.background``), and the draws of requests
+    without a seed are random unless the settings have one. That is for engines that run for long:
+    if the process exits before all are compiled, the bundle is not saved.
     """
     devices, observers = plan.program.placement.devices, observers_of(plan)
     disk = open_disk(plan)
@@ -251,9 +251,6 @@ def build_engine(
         release_freed_blocks(device)
     executor.warm_up()
     loaded.tokenizer_read.result()
-    later = None
-    if executables.later is not None:
-        later = LaterExecutables(executables.later, executor, executor.buckets)
     start_stats = EngineStats(
         num_executables=len(executables.by_name),
         num_awaited=len(plan.program.names()) - len(executables.by_name),
@@ -264,7 +261,7 @@ def build_engine(
     seed = plan.config.seed
     if seed is None:
         seed = secrets.randbits(63) if serves_early else 0
-    engine = Engine(
+    return Engine(
         executor,
         plan.program.limits,
         plan.facts,
@@ -273,13 +270,10 @@ def build_engine(
         overlap=plan.config.overlap,
         start=start_stats,
         weights=EngineWeights(plan, executor),
-        later=later,
+        later=None if (later := executables.later) is None else LaterBuckets(later, executor),
         tiers=begin_tiers(plan, executor, disk, progress),
         observers=observers,
     )
-    if executables.later is not None:
-        executables.later.begin_others()
-    return engine
 
 
 def write_planned(

@@ -3,21 +3,26 @@
 A server on a GPU has some 35 executables. To compile them takes half a minute, and to load them and
 run each once takes 1 to 2 s. A few hold every step (``stages.first_names``), so requests are
 served once these are loaded. A thread then loads the others, and those that are not saved yet as a
-process of low priority compiles them (``process``); the engine adds each when it is loaded.
+process of low priority compiles them (``process``), and delivers each to the engine.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 
 from jaxinfer.core.progress import Progress
-from jaxinfer.exec.compile.build import Compiled, Executables, compile_missing, listed
+from jaxinfer.exec.compile.build import (
+    Compiled,
+    Executables,
+    LaterExecutables,
+    compile_missing,
+    listed,
+)
 from jaxinfer.exec.compile.bundle import (
     NUM_THREADS,
     Bundle,
@@ -36,9 +41,9 @@ LOGGER = "jaxinfer.engine"
 def begin_executables(store: Store, bundle: Bundle | None, progress: Progress) -> Executables:
     """The executables of ``stages.first_names``, from a complete bundle or else the store.
 
-    The executables of ``later`` must be added by the engine, and ``later`` be closed at its end.
-    They are compiled or loaded after ``begin_others``, as that contends with what a start still has
-    to do. Raises what ``build_executables`` does.
+    The others are compiled or loaded after ``later.begin``, as that contends with what a start
+    still has to do; ``later`` must be closed at the engine's end. Raises what
+    ``build_executables`` does.
     """
     building = Building(store, bundle, progress)
     try:
@@ -46,14 +51,14 @@ def begin_executables(store: Store, bundle: Bundle | None, progress: Progress) -
     except BaseException:  # also Ctrl-C
         building.close()
         raise
-    return Executables(first, len(building.compiled), building.workspace_bytes, building)
+    return Executables(first, building.num_compiled, building.workspace_bytes, building)
 
 
 @dataclass
 class Building:
     """A thread that loads executables, and waits for a process that compiles those not saved yet.
 
-    The first ones are compiled by this process, which has nothing else to do.
+    The first ones are compiled by this process, which has nothing else to do. Implements ``Later``.
     """
 
     store: Store
@@ -61,9 +66,9 @@ class Building:
     progress: Progress
     first: Future[dict[str, Compiled]] = field(default_factory=Future[dict[str, Compiled]])
     workspace_bytes: int = 0  # the largest so far
-    compiled: set[str] = field(default_factory=set[str])  # names, for this engine
+    num_compiled: int = 0  # of the first ones, for this engine
     _may_begin: threading.Event = field(default_factory=threading.Event)
-    _loaded: SimpleQueue[tuple[str, Compiled]] = field(default_factory=SimpleQueue)
+    _deliver: Callable[[LaterExecutables], None] | None = None
     _compiler: CompilerProcess | None = None
     _closed: bool = False
 
@@ -72,28 +77,9 @@ class Building:
         self._thread = threading.Thread(target=self._run, name="jaxinfer-build", daemon=True)
         self._thread.start()
 
-    @property
-    def unfinished(self) -> bool:
+    def begin(self, deliver: Callable[[LaterExecutables], None]) -> None:
         """See ``Later``."""
-        return self._thread.is_alive() or not self._loaded.empty()
-
-    @property
-    def has_news(self) -> bool:
-        """See ``Later``."""
-        return not self._loaded.empty()
-
-    def take(self) -> dict[str, Compiled]:
-        """See ``Later``."""
-        taken: dict[str, Compiled] = {}
-        while True:
-            try:
-                name, loaded = self._loaded.get_nowait()
-            except Empty:
-                return taken
-            taken[name] = loaded
-
-    def begin_others(self) -> None:
-        """See ``Later``."""
+        self._deliver = deliver
         self._may_begin.set()
 
     def close(self) -> None:
@@ -108,7 +94,8 @@ class Building:
             with self._compiler_of_others() as self._compiler:
                 self.first.set_result(self._first())
                 self._may_begin.wait()
-                self._load_others()
+                if self._deliver is not None:
+                    self._load_others(self._deliver)
         except Exception as error:
             if not self.first.done():
                 self.first.set_exception(error)
@@ -119,6 +106,8 @@ class Building:
                     "loaded" if self._compiler is None else "compiled",
                     error,
                 )
+        if self._deliver is not None:
+            self._deliver(LaterExecutables({}, 0, are_last=True))
 
     @property
     def _saved(self) -> Bundle | None:
@@ -144,7 +133,7 @@ class Building:
                 self._check(stored.workspace_bytes)
                 loads[name] = pool.submit(load_executable, self.store.folder, stored, self._devices)
 
-            self.compiled |= {*compile_missing(self.store, names, self.progress, load)}
+            self.num_compiled = len(compile_missing(self.store, names, self.progress, load))
             return {name: made.result() for name, made in loads.items()}
 
     def _compiler_of_others(self) -> AbstractContextManager[CompilerProcess | None]:
@@ -160,7 +149,7 @@ class Building:
             return nullcontext()
         return CompilerProcess(self.store, in_order_of_use(program, missing))
 
-    def _load_others(self) -> None:
+    def _load_others(self, deliver: Callable[[LaterExecutables], None]) -> None:
         """Load the other executables that are saved, then each that is compiled."""
         program, saved, compiler = self.store.program, self._saved, self._compiler
         assert saved is not None, "the first ones are saved"
@@ -168,10 +157,10 @@ class Building:
         skipped = {*first_names(program), *compiled}
         if others := [name for name in program.names() if name not in skipped]:
             self._check(saved.manifest.workspace_of(others))
-            for loaded in load_all(saved, self.progress, others, self._devices):
+            for name, loaded in load_all(saved, self.progress, others, self._devices):
                 if self._closed:
                     return
-                self._loaded.put(loaded)
+                deliver(LaterExecutables({name: loaded}, 0, are_last=False))
         if compiler is None or self._closed:
             return
         words = f"compile {listed(compiled)} beside requests"
@@ -180,8 +169,7 @@ class Building:
                 stored = self.store.saved()[name]
                 self._check(stored.workspace_bytes)
                 loaded = load_executable(self.store.folder, stored, self._devices)
-                self.compiled.add(name)
-                self._loaded.put((name, loaded))
+                deliver(LaterExecutables({name: loaded}, 1, are_last=False))
                 advance(1)
 
     def _check(self, workspace_bytes: int) -> None:

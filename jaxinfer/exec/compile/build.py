@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -41,30 +41,23 @@ BACKLOG = 2
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses other shapes and never compiles
 
 
+class LaterExecutables(NamedTuple):
+    """Executables that were compiled or loaded while an engine serves requests."""
+
+    by_name: Mapping[str, Compiled]
+    num_compiled: int  # of these, for this engine
+    are_last: bool  # no others follow
+
+
 class Later(Protocol):
     """Compiles or loads further executables: ``exec.compile.background.Building``."""
 
-    @property
-    def compiled(self) -> Collection[str]:
-        """The names of those that were compiled for this engine."""
-        ...
+    def begin(self, deliver: Callable[[LaterExecutables], None]) -> None:
+        """Begin, now that the engine is built, which needs the GIL.
 
-    @property
-    def unfinished(self) -> bool:
-        """True if ``take`` may still return executables."""
-        ...
-
-    @property
-    def has_news(self) -> bool:
-        """True if ``take`` returns executables now."""
-        ...
-
-    def begin_others(self) -> None:
-        """Begin with the other executables: the engine is built, which needs the GIL."""
-        ...
-
-    def take(self) -> dict[str, Compiled]:
-        """The executables that were loaded since the last call."""
+        ``deliver`` is called on another thread, and at last once more with ``are_last``, also after
+        a failure, which is logged.
+        """
         ...
 
     def close(self) -> None:
