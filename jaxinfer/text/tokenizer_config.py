@@ -25,7 +25,7 @@ class TokenizerSpec:
     parsed files of these names, ``chat_template`` the text of chat_template.jinja,
     ``additional_chat_templates`` the texts in the folder of that name (these templates replace
     those in the config), and ``gguf_metadata`` the ``tokenizer.*`` entries of a GGUF file as plain
-    Python values.
+    Python values, also those that ``model_files`` makes of other files.
     """
 
     tokenizer_json: str | None = None

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import NoTokenizerError, SourceError, TokenizerError
 from jaxinfer.core.json_text import read_json, read_text
+from jaxinfer.text.model_files import sentencepiece_metadata, tiktoken_metadata
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 if TYPE_CHECKING:
     from jaxinfer.weights.gguf.header import GGUFHeader
 
+# A folder's files with a vocabulary, the first one found counts; those of other libraries are read
+# as the metadata of a GGUF file.
+type _Reader = Callable[[bytes, Mapping[str, Any]], dict[str, Any]]
+VOCABULARIES: Mapping[str, _Reader | None] = MappingProxyType(
+    {
+        "tokenizer.json": None,
+        "tiktoken.model": tiktoken_metadata,
+        "tokenizer.model": sentencepiece_metadata,
+    }
+)
+
 
 def spec_from_path(path: Path) -> TokenizerSpec:
-    """The tokenizer of a Hugging Face folder, a tokenizer.json, or a GGUF file.
+    """The tokenizer of a Hugging Face folder, a tokenizer.json (or one of the older files that
+    stand for it), or a GGUF file.
 
     Raises ``TokenizerError`` when there is none or a file cannot be read.
     """
@@ -22,7 +37,7 @@ def spec_from_path(path: Path) -> TokenizerSpec:
         path = path.expanduser()
         if path.is_dir():
             return _spec_from_folder(path)
-        if path.name == "tokenizer.json" and path.is_file():
+        if path.name in VOCABULARIES and path.is_file():
             return _spec_from_folder(path.parent)
         if path.suffix == ".gguf" and path.is_file():
             # a local import: the package gguf takes 0.03 s, and only GGUF files need it
@@ -54,15 +69,17 @@ def spec_from_gguf(header: GGUFHeader) -> TokenizerSpec:
 
 
 def _spec_from_folder(folder: Path) -> TokenizerSpec:
-    tokenizer_json = folder / "tokenizer.json"
-    if not tokenizer_json.is_file():
+    file = next((folder / name for name in VOCABULARIES if (folder / name).is_file()), None)
+    if file is None:
         raise NoTokenizerError(
             f"{folder} holds no tokenizer.json; add it, name a model that has a tokenizer with "
             "tokenizer= (--tokenizer), or pass token ids with skip_tokenizer_init=True"
         )
+    config, read = _read_json(folder / "tokenizer_config.json"), VOCABULARIES[file.name]
     return TokenizerSpec(
-        tokenizer_json=_read(tokenizer_json),
-        tokenizer_config=_read_json(folder / "tokenizer_config.json"),
+        tokenizer_json=_read(file) if read is None else None,
+        gguf_metadata=None if read is None else read(file.read_bytes(), config),
+        tokenizer_config=config,
         special_tokens_map=_read_json(folder / "special_tokens_map.json"),
         chat_template=_chat_template(folder),
         additional_chat_templates={

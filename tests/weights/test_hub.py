@@ -168,6 +168,12 @@ def test_small_files_of_an_embedding_model() -> None:
     assert small_files(names, tokenizer_only=True) == ()
 
 
+def test_older_vocabularies_are_fetched_where_there_is_no_tokenizer_json() -> None:
+    names = ["tiktoken.model", "tokenizer_config.json", "original/tokenizer.model"]
+    assert small_files(names) == ("tiktoken.model", "tokenizer_config.json")
+    assert small_files([*names, "tokenizer.json"]) == ("tokenizer_config.json", "tokenizer.json")
+
+
 # Fetching
 
 

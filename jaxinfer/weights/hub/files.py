@@ -17,6 +17,10 @@ _TOKENIZER = re.compile(
     r"(added_tokens|special_tokens_map|tokenizer|tokenizer_config)\.json|chat_template\.jinja"
     r"|chat_template\.json|additional_chat_templates/[^/]+\.jinja"
 )
+_OLDER = (
+    "tiktoken.model",
+    "tokenizer.model",
+)  # vocabularies, read where there is no tokenizer.json
 # of embedding models: a list of modules, and a config in the folder of each
 _OTHERS = re.compile(
     r"generation_config\.json|modules\.json|sentence_bert_config\.json|\d+_\w+/config\.json"
@@ -30,10 +34,13 @@ _GGUF = ".gguf"
 
 def small_files(names: Iterable[str], *, tokenizer_only: bool = False) -> tuple[str, ...]:
     """The files that are no weights: configs, indices, the tokenizer and chat templates."""
+    names = tuple(names)
+    older = () if "tokenizer.json" in names else _OLDER
     return tuple(
         name
         for name in names
         if _TOKENIZER.fullmatch(name)
+        or name in older
         or (not tokenizer_only and (name == CONFIG or is_index(name) or _OTHERS.fullmatch(name)))
     )
 
