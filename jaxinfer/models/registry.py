@@ -89,6 +89,7 @@ _MODULES = (
     ("GptOssForCausalLM", "jaxinfer.models.gpt_oss"),
     ("DeepseekV2ForCausalLM", "jaxinfer.models.deepseek_v2"),
     ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
+    ("DeepseekV32ForCausalLM", "jaxinfer.models.deepseek_v32"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
     ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
     ("Dots1ForCausalLM", "jaxinfer.models.dots1"),
