@@ -57,16 +57,12 @@ def indexed_config(
         )
     layers: list[LayerSpec] = []
     last: int | None = None  # with an indexer
-    for i, (layer, kind) in enumerate(
-        zip(decoder.layers, kinds or [FULL] * len(ffns), strict=True)
-    ):
-        if kind == FULL:
-            last = i
-        given = {
-            "indexer": indexer if kind == FULL else None,
-            "follows": None if kind == FULL else last,
-        }
-        layers.append(replace(layer, mixer=IndexedLatentConfig(**own, top_k=top_k, **given)))
+    kinds = [FULL] * len(ffns) if kinds is None else kinds
+    for i, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
+        last = i if kind == FULL else last
+        choice = (indexer, None) if last == i else (None, last)
+        mixer = IndexedLatentConfig(**own, top_k=top_k, indexer=choice[0], follows=choice[1])
+        layers.append(replace(layer, mixer=mixer))
     return replace(decoder, layers=tuple(layers))
 
 
@@ -95,6 +91,5 @@ def _indexer_specs(
     array = ArraySpec((2, dim), (None, None), jnp.dtype(jnp.float32))
     yield ParamSpec(f"{path}index_k_norm", array, norm, stack)
     weights = Source(f"{source}weights_proj.weight", (heads, width))
-    yield ParamSpec(
-        f"{path}index_weights", ArraySpec(weights.shape, (None, None)), (weights,), as_is
-    )
+    array = ArraySpec(weights.shape, (None, None))
+    yield ParamSpec(f"{path}index_weights", array, (weights,), as_is)

@@ -90,6 +90,8 @@ _LATENT = MappingProxyType(
     }
 )
 
+# 5 of a context's tokens
+_INDEXER = MappingProxyType({"index_topk": 5, "index_n_heads": 8, "index_head_dim": 16})
 _HYBRID = MappingProxyType(
     {
         **_DECODER,
@@ -645,6 +647,16 @@ CONFIGS = MappingProxyType(
             "topk_group": 2,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
+        },
+        "deepseek_v32": {
+            **_LATENT,
+            **_INDEXER,
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
         },
         "qwen3_5": {
             **_HYBRID,

@@ -15,7 +15,7 @@ positions under the name ``CHOSEN``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -87,9 +87,7 @@ class IndexedLatentAttention(nn.Module):
             return state[CHOSEN]
         index, own = _index(self, c, c.indexer, made, ctx), jnp.arange(count)
 
-        def with_head(
-            total: jax.Array, head: tuple[jax.Array, jax.Array]
-        ) -> tuple[jax.Array, None]:
+        def with_head(total: jax.Array, head: Any) -> tuple[jax.Array, None]:
             q, weights = head  # [T, I], float32[T]
             found = jnp.matmul(q, index.keys.T, preferred_element_type=jnp.float32)
             return total + weights[:, None] * jax.nn.relu(found), None

@@ -52,7 +52,7 @@ class Projected(NamedTuple):
     stream: Stream  # with its delta added
     tokens: Tokens
     h: Any  # [T, D]: the normalised tokens, if they were to be kept
-    q_latent: jax.Array | None  # [T, Q]: the latent of queries after its norm, if they have one
+    q_latent: Any  # [T, Q]: the latent of queries after its norm, if they have one
 
 
 class Expansion(NamedTuple):
