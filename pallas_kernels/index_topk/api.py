@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch
@@ -11,7 +13,10 @@ from pallas_kernels.index_topk.ref import IndexTopkArgs
 OP = KernelOp(
     name="index_topk",
     ref=ref.index_topk,
-    impls=(Impl("xla", xla.index_topk, workspace=xla.workspace),),
+    impls=(
+        Impl("xla", xla.index_topk, workspace=xla.workspace),
+        Impl("xla_fixed", partial(xla.index_topk, fixed=True), workspace=xla.workspace),
+    ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -13,9 +15,9 @@ KEYS_PER_BLOCK = 512
 TILE_BYTES = 16 << 20
 
 
-@jax.jit  # one trace serves every layer
-def index_topk(args: IndexTopkArgs) -> jax.Array:  # int32[T, K]
-    """See ``index_topk.api``."""
+@partial(jax.jit, static_argnames="fixed")  # one trace serves every layer
+def index_topk(args: IndexTopkArgs, *, fixed: bool = False) -> jax.Array:  # int32[T, K]
+    """See ``index_topk.api``; ``fixed`` takes tokens one at a time: the same bits in any step."""
     block_pages = _block_pages(args)
     rest = -args.page_table.shape[1] % block_pages
     table = jnp.pad(args.page_table, ((0, 0), (0, rest)))
@@ -44,7 +46,7 @@ def index_topk(args: IndexTopkArgs) -> jax.Array:  # int32[T, K]
         return jnp.where(jnp.arange(args.width) < lens[:, None], best, NO_POSITION)
 
     given = (args.q, args.weights, args.rows, args.lens)
-    return by_tiles(of_tile, given, TILE_BYTES // (4 * length))
+    return by_tiles(of_tile, given, 1 if fixed else TILE_BYTES // (4 * length))
 
 
 def workspace(args: IndexTopkArgs) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch
@@ -12,7 +14,10 @@ from pallas_kernels.sparse_latent.ref import SparseLatentArgs
 OP = KernelOp(
     name="sparse_latent",
     ref=ref.sparse_latent,
-    impls=(Impl("xla", xla.sparse_latent, workspace=xla.workspace),),
+    impls=(
+        Impl("xla", xla.sparse_latent, workspace=xla.workspace),
+        Impl("xla_fixed", partial(xla.sparse_latent, fixed=True), workspace=xla.workspace),
+    ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,

@@ -6,6 +6,8 @@ expanded for it alone.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -16,9 +18,9 @@ from pallas_kernels.sparse_latent.ref import SparseLatentArgs
 TILE_BYTES = 64 << 20  # of the entries that a tile gathers
 
 
-@jax.jit  # one trace serves every layer
-def sparse_latent(args: SparseLatentArgs) -> jax.Array:  # [T, N, V]
-    """See ``sparse_latent.api``."""
+@partial(jax.jit, static_argnames="fixed")  # one trace serves every layer
+def sparse_latent(args: SparseLatentArgs, *, fixed: bool = False) -> jax.Array:  # [T, N, V]
+    """See ``sparse_latent.api``; ``fixed`` as in ``index_topk.xla``."""
     pools, heads, rank = pools_of(args), args.q.shape[1], args.k_up.shape[1]
     page_size, dtype = jnp.int32(args.pages.shape[1]), args.q.dtype
     k_up, v_up = (w.reshape(heads, -1, rank) for w in (args.k_up, args.v_up))
@@ -46,7 +48,8 @@ def sparse_latent(args: SparseLatentArgs) -> jax.Array:  # [T, N, V]
         mixed = (mixed / jnp.where(sums == 0, 1.0, sums)).astype(dtype)
         return wide_einsum("WNC,NVC->WNV", mixed, v_up).astype(dtype)
 
-    return by_tiles(of_tile, (args.q, args.rows, args.positions), _most_tokens(args))
+    most = 1 if fixed else _most_tokens(args)
+    return by_tiles(of_tile, (args.q, args.rows, args.positions), most)
 
 
 def _most_tokens(args: SparseLatentArgs) -> int:
