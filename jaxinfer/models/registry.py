@@ -90,6 +90,7 @@ _MODULES = (
     ("DeepseekV2ForCausalLM", "jaxinfer.models.deepseek_v2"),
     ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
     ("DeepseekV32ForCausalLM", "jaxinfer.models.deepseek_v32"),
+    ("GlmMoeDsaForCausalLM", "jaxinfer.models.glm_moe_dsa"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
     ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
     ("Dots1ForCausalLM", "jaxinfer.models.dots1"),

@@ -17,7 +17,7 @@ from jaxinfer.exec.run.executor import Executor
 from kit.engines import compiled_for, dense_greedy, engine_of, run
 from kit.tiny_models import tiny_model
 
-FAMILIES = ("deepseek_v32",)
+FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 FEW_PAGES = 20  # of each pool, of the 37 that the prompts and their answers fill
 
 

@@ -672,6 +672,13 @@ CASES = {
     "deepseek_v32_bias": case("deepseek_v32", OWN_LATENT, BIASED_EXPERTS, INDEXER, n_group=1,
         topk_group=1, attention_bias=True, norm_topk_prob=False, mlp_layer_types=kinds("ede"),
         n_shared_experts=2, rms_norm_eps=1e-3, tie_word_embeddings=True),
+    # with an indexer, with one, following, with one
+    "glm_moe_dsa": case("glm_moe_dsa", OWN_LATENT, BIASED_EXPERTS, INDEXER, num_hidden_layers=4,
+        n_shared_experts=1, first_k_dense_replace=1, index_topk_freq=2,
+        rope_parameters=merged(DEFAULT_ROPE, rope_theta=1000.0)),
+    "glm_moe_dsa_groups": case("glm_moe_dsa", OWN_LATENT, BIASED_EXPERTS, GROUPS, INDEXER,
+        n_routed_experts=8, index_topk_pattern="FSS", attention_bias=True, qk_nope_head_dim=16,
+        v_head_dim=20, mlp_layer_types=kinds("eed")),
     "dbrx": case("dbrx", DBRX, n_layers=2,
         attn_config=merged(clip_qkv=1.5, kv_n_heads=2, rope_theta=500000.0),
         rope_parameters=merged(DEFAULT_ROPE, rope_theta=500000.0),

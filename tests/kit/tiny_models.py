@@ -658,6 +658,16 @@ CONFIGS = MappingProxyType(
             "n_group": 4,
             "topk_group": 2,
         },
+        "glm_moe_dsa": {
+            **_LATENT,
+            **_INDEXER,
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "num_hidden_layers": 3,
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "indexer_types": ["full", "shared", "shared"],
+        },
         "qwen3_5": {
             **_HYBRID,
             "architectures": ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
