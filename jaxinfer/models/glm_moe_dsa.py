@@ -60,5 +60,6 @@ FAMILY = ModelFamily(
     name="glm_moe_dsa",
     config_from_hf=config_from_hf,
     param_specs=indexed_param_specs,
-    ignored_tensors=LATENT_IGNORED_TENSORS,
+    # which some copies of GLM-5.2 have in layers that follow another one, too
+    ignored_tensors=(*LATENT_IGNORED_TENSORS, r"model\.layers\.\d+\.self_attn\.indexer\..*"),
 )

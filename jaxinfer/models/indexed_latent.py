@@ -39,7 +39,10 @@ def indexed_config(
     hf.layer_kinds(config, "layer_types", len(ffns), ("indexed_attention",))
     hf.supported_only(config, "rope_interleave", True)
     hf.supported_only(config, "indexer_rope_interleave", interleaved)
-    decoder = latent_config(config, dtype, interleaved=True, ffns=ffns)
+    hf.supported_only(config, "moe_router_dtype", "float32")
+    config.get("head_dim")  # which transformers replaces, since published files have another width
+    own_dim = {"head_dim": hf.positive_int(config, "qk_rope_head_dim")}
+    decoder = latent_config(hf.with_values(config, own_dim), dtype, interleaved=True, ffns=ffns)
     top_k = hf.positive_int(config, "index_topk", 2048)
     indexer = IndexerConfig(
         num_heads=hf.positive_int(config, "index_n_heads", heads),

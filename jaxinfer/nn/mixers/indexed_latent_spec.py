@@ -76,7 +76,7 @@ class IndexedLatentConfig(LatentAttentionConfig):
 
     def words(self) -> str:
         """See ``MixerSpec``."""
-        by = f"as layer {self.follows}"
+        by = "by an earlier layer"
         if (c := self.indexer) is not None:
             by = f"by {c.num_heads} heads of {c.head_dim}"
         return f"{super().words()}, {self.top_k} tokens chosen {by}"
