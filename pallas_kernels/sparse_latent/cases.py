@@ -31,10 +31,15 @@ class SparseCase(IndexCase):
         object.__setattr__(self, "heads", Heads(self.sizes.num_heads, 1, self.sizes.entry))
 
 
-_ROWS: dict[str, Any] = {"seq_lens": (15, 17, 1, 33, 0), "query_lens": (3, 17, 1, 7, 0)}
 CASES = (
-    SparseCase(name="tiny_edges", **_ROWS, padding=2, max_pages=40),
-    SparseCase(name="tiny_fp8", **_ROWS, kv_dtype=str(BITS)),
+    SparseCase(
+        name="tiny_edges",
+        seq_lens=(15, 17, 1, 33, 0),
+        query_lens=(3, 17, 1, 7, 0),
+        padding=2,
+        max_pages=40,
+    ),
+    SparseCase(name="tiny_fp8", seq_lens=(15, 33), query_lens=(3, 7), kv_dtype=str(BITS)),
     SparseCase(
         name="tiny_bf16", seq_lens=(40, 129), query_lens=(9, 1), page_size=64, dtype="bfloat16"
     ),

@@ -1309,6 +1309,7 @@ LIKE_OTHERS = (
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
     *("apertus1p5", "zamba", "zamba2", "kolibri1", "lara_mini", "molmo2"),
+    "deepseek_v32",  # as glm_moe_dsa
 )
 OF_EACH_KIND = (
     "qwen3",
