@@ -17,6 +17,7 @@ from jaxinfer.models.params import ParamSpec, as_is, stack
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardSpec, LayerSpec
 from jaxinfer.nn.mixers.indexed_latent_spec import IndexedLatentConfig, IndexerConfig
+from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 
 FULL, SHARED = "full", "shared"  # layers with an indexer, and those that follow one
 
@@ -29,12 +30,13 @@ def indexed_config(
     interleaved: bool,
     ffns: Sequence[FeedForwardSpec],
     kinds: Sequence[str] | None = None,
+    **more: Any,
 ) -> DecoderSpec:
     """A decoder from ``config.json`` whose layers choose tokens.
 
     ``heads`` is the family's default of ``index_n_heads``, ``interleaved`` says how its indexer
-    rotates, and ``kinds`` whether each layer has one (None: all do). Raises ``ConfigError`` with
-    the key.
+    rotates, and ``kinds`` whether each layer has one (None: all do); ``more`` are further fields of
+    the mixers. Raises ``ConfigError`` with the key.
     """
     hf.layer_kinds(config, "layer_types", len(ffns), ("indexed_attention",))
     hf.supported_only(config, "rope_interleave", True)
@@ -50,10 +52,11 @@ def indexed_config(
         interleaved=interleaved,
     )
     mixer = decoder.layers[0].mixer
-    own = {field.name: getattr(mixer, field.name) for field in fields(mixer)}
-    if own["query_rank"] is None:
+    assert isinstance(mixer, LatentAttentionConfig)
+    own = {field.name: getattr(mixer, field.name) for field in fields(mixer)} | more
+    if mixer.query_rank is None:
         raise ConfigError("config key 'q_lora_rank' is null; the indexer needs the queries' latent")
-    if indexer.head_dim < own["rope_dim"]:
+    if indexer.head_dim < mixer.rope_dim:
         raise ConfigError(
             f"config key 'index_head_dim' is {indexer.head_dim}, less than 'qk_rope_head_dim'; "
             f"{REMOVE_KEY}"
@@ -64,8 +67,8 @@ def indexed_config(
     for i, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
         last = i if kind == FULL else last
         choice = (indexer, None) if last == i else (None, last)
-        mixer = IndexedLatentConfig(**own, top_k=top_k, indexer=choice[0], follows=choice[1])
-        layers.append(replace(layer, mixer=mixer))
+        indexed = IndexedLatentConfig(**own, top_k=top_k, indexer=choice[0], follows=choice[1])
+        layers.append(replace(layer, mixer=indexed))
     return replace(decoder, layers=tuple(layers))
 
 

@@ -91,6 +91,7 @@ _MODULES = (
     ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
     ("DeepseekV32ForCausalLM", "jaxinfer.models.deepseek_v32"),
     ("GlmMoeDsaForCausalLM", "jaxinfer.models.glm_moe_dsa"),
+    ("AXK2ForCausalLM", "jaxinfer.models.axk2"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
     ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
     ("Dots1ForCausalLM", "jaxinfer.models.dots1"),

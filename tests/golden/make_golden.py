@@ -54,7 +54,7 @@ LENGTHS = {
     "zamba2": 72,
     # some times index_topk
     **dict.fromkeys(("deepseek_v32", "deepseek_v32_bias"), 40),
-    **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups"), 40),
+    **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,

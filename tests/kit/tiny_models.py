@@ -668,6 +668,16 @@ CONFIGS = MappingProxyType(
             "n_routed_experts": 8,
             "indexer_types": ["full", "shared", "shared"],
         },
+        "axk2": {
+            **_LATENT,
+            **_INDEXER,
+            "architectures": ["AXK2ForCausalLM"],
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "gated_norm_rank": 6,
+        },
         "qwen3_5": {
             **_HYBRID,
             "architectures": ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
@@ -1309,7 +1319,7 @@ LIKE_OTHERS = (
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
     *("apertus1p5", "zamba", "zamba2", "kolibri1", "lara_mini", "molmo2"),
-    "deepseek_v32",  # as glm_moe_dsa
+    *("deepseek_v32", "axk2"),  # as glm_moe_dsa
 )
 OF_EACH_KIND = (
     "qwen3",

@@ -106,6 +106,7 @@ READ_BY = {
     "minimax_m2": {*_COUNTS, "use_qk_norm"},
     "deepseek_v32": {"moe_intermediate_size", "num_local_experts"},
     "glm_moe_dsa": {"moe_intermediate_size", "num_local_experts"},
+    "axk2": {"moe_intermediate_size", "num_local_experts"},
     "glm4_moe_lite": {"moe_intermediate_size", "num_local_experts"},
     "exaone_moe": {*_COUNTS, "moe_intermediate_size", "sliding_window_pattern"},
     "solar_open": {"moe_intermediate_size", "num_local_experts"},

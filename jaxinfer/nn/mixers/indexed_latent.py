@@ -6,6 +6,7 @@ components:
     index_q       [Q, J * I]   of the latent of queries
     index_k       [D, I]       index_k_norm [2, I]: a LayerNorm's weight and bias
     index_weights [J, D]
+    input_gate_in [D, R], input_gate_out [R, D] with a gate of the norm
 
 The pages of a paged kind of its own hold a token's key, which is normalised and rotated. In a step
 decode rows and prompts are the same: each token chooses positions of its row, and its queries,
@@ -35,6 +36,7 @@ from jaxinfer.nn.mixers.latent import (
     rotated,
     with_entries,
 )
+from jaxinfer.nn.norm_gate import gated_norm
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import Matmul, param, weight
 from pallas_kernels.index_topk.api import IndexTopkArgs, index_topk
@@ -61,7 +63,13 @@ class IndexedLatentAttention(nn.Module):
     ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``mixers.attention.Attention``."""
         c = self.config
-        made = projected(self, c, stream, norm, ctx, keep=c.indexer is not None)
+        given, before = stream, norm
+        if c.input_gate is not None:
+            stream, h = gated_norm(self, "input_gate", stream, norm, ctx)
+            given, before = Stream(h), norm.as_none()
+        made = projected(self, c, given, before, ctx, keep=c.indexer is not None)
+        if c.input_gate is not None:
+            made = made._replace(stream=stream)
         kv_b = Expansion(**param(self, "kv_b"))
         if ctx.rows is None:
             chosen = self._chosen_densely(made, state, ctx)

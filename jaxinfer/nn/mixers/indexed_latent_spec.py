@@ -41,13 +41,15 @@ class IndexedLatentConfig(LatentAttentionConfig):
     """Latent attention in which each token attends to ``top_k`` tokens of its context.
 
     Those are chosen by an ``indexer``, whose keys are a paged kind of their own, or are those that
-    the layer ``follows`` has chosen. Without ``selects`` no context of an engine is longer than
+    the layer ``follows`` has chosen. With ``input_gate`` a gate of this rank follows the norm
+    before all of it (``nn.norm_gate``). Without ``selects`` no context of an engine is longer than
     ``top_k``, so that all tokens are attended to and no keys are kept.
     """
 
     top_k: int
     indexer: IndexerConfig | None
     follows: int | None = None
+    input_gate: int | None = None
     selects: bool = True
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ of the queries' latent, K width of keys without rope (``nope_dim``), V width of 
     kv_norm [C]                       kv_b/k [N * K, C]   kv_b/v [N * V, C]
     o       [N * V, D]                o_bias [D]   q_kv_a_bias [Q + C + R], of the last columns
     head_gate [D, N] with gates of the heads' outputs
+    with output gates q_b is [2 * Q, N * (K + R + V)]: queries and gates of each head
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Projected(NamedTuple):
     tokens: Tokens
     h: Any  # [T, D]: the normalised tokens, if they were to be kept
     q_latent: Any  # [T, Q]: the latent of queries after its norm, if they have one
+    gates: Any  # [T, N, V]: of the heads' outputs, if the queries come with them
 
 
 class Expansion(NamedTuple):
@@ -95,7 +97,7 @@ def projected(
     """Queries and entries of the tokens of a stream, with the parameters of a layer; ``keep``
     returns the normalised tokens, too.
     """
-    all_heads, latent = c.num_heads * c.head_dim, None
+    all_heads, latent, gates = c.num_heads * c.head_dim, None, None
     keep |= c.head_gate
     both, stream, h = linear(stream, weight(module, "q_kv_a"), ctx, norm=norm, keep=keep)
     if c.bias:
@@ -107,10 +109,13 @@ def projected(
         q = jax.lax.dynamic_slice_in_dim(q, start, all_heads, axis=1)
     if c.query_rank is not None:
         latent = rms_norm(q, param(module, "q_norm"), c.norm_eps, fixed=fixed)
-        q = linear(latent, weight(module, "q_b"), ctx).y
+        given = jnp.concatenate((latent, q), axis=1) if c.output_gate else latent
+        q = linear(given, weight(module, "q_b"), ctx).y
     latents = rms_norm(kv[:, : c.rank], param(module, "kv_norm"), c.norm_eps, fixed=fixed)
     latents = latents if c.latent_scale == 1 else latents * c.latent_scale
-    q = q.reshape(len(q), c.num_heads, c.head_dim)
+    q = q.reshape(len(q), c.num_heads, -1)
+    if c.output_gate:
+        q, gates = jnp.split(q, (c.head_dim,), axis=2)
     if c.growth is not None:
         q = q * on_heads.growth_factors(c.growth, ctx.positions, q.dtype)[:, None, None]
     k_rope = kv[:, c.rank :]
@@ -120,7 +125,7 @@ def projected(
         q_rope = rotated(q[..., c.nope_dim :], angles, interleaved=c.interleaved)
         q = jnp.concatenate((q[..., : c.nope_dim], q_rope), axis=2)
     tokens = Tokens(q, jnp.concatenate((latents, k_rope), axis=1))
-    return Projected(stream, tokens, h, latent)
+    return Projected(stream, tokens, h, latent, gates)
 
 
 def output(
@@ -132,10 +137,11 @@ def output(
     only: jax.Array | None,  # int32[B]
 ) -> tuple[jax.Array, PlainOutput]:
     """The input of a block and its output, of what its heads have attended to."""
+    gates = made.gates
     if c.head_gate:
-        gates = linear(made.h, weight(module, "head_gate"), ctx).y  # [T, N]
-        own = gates if only is None else take_rows(gates, only)
-        out = on_heads.gated(out, own[..., None], "sigmoid")
+        gates = linear(made.h, weight(module, "head_gate"), ctx).y[..., None]  # [T, N, 1]
+    if gates is not None:
+        out = on_heads.gated(out, gates if only is None else take_rows(gates, only), "sigmoid")
     out = ctx.at("z", out)
     x = made.stream.x if only is None else made.stream.take(only)
     bias = param(module, "o_bias") if c.bias else None
