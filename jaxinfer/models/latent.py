@@ -268,6 +268,8 @@ def _attention_linears(
     yield Linear("o", (names.own + names.o,), (values, width), ("heads", None), c.bias)
     if c.query_rank is not None:
         shape = (c.query_rank, c.num_heads * c.head_dim)
+        if c.output_gate:
+            shape = (2 * c.query_rank, shape[1] + values)
         yield Linear("q_b", (f"{names.own}q_b_proj",), shape, (None, "heads"), bias=False)
     if c.head_gate:
         gate = (width, c.num_heads)

@@ -330,10 +330,10 @@ class Decoder(nn.Module):
         last = len(c.layers) - 1 if state is None else c.layout.last_with_state
         tables = (Angles(*rope_tables(rope, ctx.positions)) for rope in c.ropes)
         ctx = replace(ctx, angles=tuple(tables))
-        dense: dict[int | None, LayerArrays | None] = {}  # what layers without state return
+        returned: dict[int | None, LayerArrays | None] = {}  # by mixers
         for i in layers:
             rope, place = c.layers[i].mixer.rope, c.layout.layers[i]
-            own = place.take(state) if state is not None else dense.get(place.of)
+            own = c.layout.given(i, state, returned)
             rotation = None if rope is None else c.ropes.index(rope)
             if only is not None and i > last:
                 x = stream.total(ctx.pins)
@@ -344,14 +344,12 @@ class Decoder(nn.Module):
             if self.dense and i in self.with_points:
                 assert isinstance(ctx.points, Points)
                 cut: Any = partial(self.layers[i], stream, own, own_ctx)
-                total, dense[i] = ctx.points.run_layer(i, cut)
+                total, returned[i] = ctx.points.run_layer(i, cut)
                 stream = Stream(total)
                 continue
             stream, own = self.layers[i](stream.with_peers(None), own, own_ctx, own_only)
-            stream = stream.with_peers(ctx.peers)
-            if state is None:
-                dense[i] = own
-            elif own is not None:
+            stream, returned[i] = stream.with_peers(ctx.peers), own
+            if state is not None and own is not None:
                 state = place.put(state, own)
         return stream, state
 

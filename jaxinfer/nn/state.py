@@ -99,6 +99,9 @@ class LayerState:
     With ``of`` the layer has no state of its own: it reads the arrays of an earlier layer, of this
     number, which has written them in the same step. In the dense form it gets what that layer's
     mixer returns as its state.
+
+    With ``follows`` the layer also gets what the mixer of an earlier layer, of this number, has
+    returned with its state under names of no entry: values of this step alone.
     """
 
     paged: tuple[PagedKind, ...] = ()
@@ -106,6 +109,7 @@ class LayerState:
     align: int = 1
     chunk: int | None = None
     of: int | None = None
+    follows: int | None = None
 
     def __post_init__(self) -> None:
         """Check that a layer either has state or reads that of another one."""
@@ -162,12 +166,13 @@ def keys_and_values(
 class LayerPlace:
     """The groups of a layer's paged kinds, in order, and the arrays of the layer.
 
-    They may be those of the earlier layer ``of``: see ``LayerState``.
+    They may be those of the earlier layer ``of``: see ``LayerState``, also for ``follows``.
     """
 
     groups: tuple[int, ...]
     arrays: tuple[tuple[str, int], ...]  # (name, index in ``StateLayout.arrays``)
     of: int | None = None
+    follows: int | None = None
 
     def take(self, state: State) -> LayerArrays:
         """The layer's arrays."""
@@ -204,6 +209,29 @@ class StateLayout:
         """The last layer with arrays of its own; later ones only read those of others, or none."""
         own = (i for i, place in enumerate(self.layers) if place.of is None and place.arrays)
         return max(own, default=-1)
+
+    def given(
+        self,
+        layer: int,
+        state: State | None,
+        returned: Mapping[int | None, LayerArrays | None],  # by the mixers of earlier layers
+    ) -> LayerArrays | None:
+        """The arrays of a layer, in the dense form what layer ``of`` has returned, and the values
+        of the layer that it follows.
+        """
+        place = self.layers[layer]
+        own = place.take(state) if state is not None else returned.get(place.of)
+        if place.follows is None:
+            return own
+        kept = {name for name, _ in self.layers[place.follows].arrays}
+        values = (returned[place.follows] or {}).items()
+        return {**(own or {}), **{name: x for name, x in values if name not in kept}}
+
+    def border_before(self, layer: int) -> int:
+        """The last number up to ``layer`` such that no layer from it on follows one before it."""
+        found = (place.follows for place in self.layers[layer:])
+        first = min((of for of in found if of is not None), default=layer)
+        return layer if first >= layer else self.border_before(first)
 
     @property
     def bytes_per_entry(self) -> tuple[int, ...]:
@@ -289,7 +317,9 @@ def state_layout(layers: Sequence[LayerState]) -> StateLayout:
         named += [(entry.name, at) for at, entry in enumerate(layer.per_slot, len(arrays))]
         arrays += [(entry, None) for entry in layer.per_slot]
         assert len(dict(named)) == len(named), f"layer {i} has two entries of one name"
-        found.append(LayerPlace(tuple(places[kind, i][0] for kind in layer.paged), tuple(named)))
+        assert layer.follows is None or layer.follows < i, f"layer {i} follows a later one"
+        groups_of = tuple(places[kind, i][0] for kind in layer.paged)
+        found.append(LayerPlace(groups_of, tuple(named), follows=layer.follows))
     entries, of_pools = zip(*arrays, strict=True) if arrays else ((), ())
     align = lcm(*(layer.align for layer in layers))
     return StateLayout(entries, of_pools, tuple(groups), tuple(found), align)

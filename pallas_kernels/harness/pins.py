@@ -42,6 +42,7 @@ _INVARIANT = MappingProxyType(
             ("append_decode", "native"),
             ("delta_decode", "native"),
             ("experts", "native"),
+            ("index_topk", "xla_fixed"),
             ("latent_decode", "xla"),
             ("norm_gemm", "unfused"),
             ("paged_prefill", "native"),
@@ -51,6 +52,7 @@ _INVARIANT = MappingProxyType(
             ("route", "native"),
             ("sample", "native"),
             ("skinny_gemm", "native"),
+            ("sparse_latent", "xla_fixed"),
             ("swiglu_gemm", "native"),
         ),
         "gpu": (

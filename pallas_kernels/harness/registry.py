@@ -38,6 +38,7 @@ OP_NAMES = (
     "delta_decode",
     "delta_prefill",
     "experts",
+    "index_topk",
     "kv_append",
     "latent_decode",
     "latent_prefill",
@@ -54,6 +55,7 @@ OP_NAMES = (
     "sandwich_norm",
     "short_conv",
     "skinny_gemm",
+    "sparse_latent",
     "swiglu_gemm",
 )
 

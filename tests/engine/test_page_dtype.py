@@ -22,7 +22,7 @@ from pallas_kernels.lib.page_scales import rounded, values_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear")
+LATENT = ("deepseek_v2", "deepseek_v3", "kimi_linear", "glm_moe_dsa")
 LENGTHS = (1, 3, 4, 5, 17, 33, 60, 8, 21, 2)
 
 
@@ -130,7 +130,7 @@ def test_entries_of_latents() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm_moe_dsa"])
 def test_families_with_latents(name: str) -> None:
     """As ``test_families``."""
     test_families(name)

@@ -81,6 +81,8 @@ LATENT = merged(
     LATENT_SIZES, moe_intermediate_size=24, num_experts_per_tok=3, first_k_dense_replace=1
 )
 OWN_LATENT = merged(LATENT_SIZES, q_lora_rank=20)
+# 8 of up to 48 tokens; with 8 heads hardly a score is 0, which others could be, too
+INDEXER = merged(index_topk=8, index_n_heads=8, index_head_dim=16)
 
 # rope
 DEFAULT_ROPE = merged(rope_type="default", rope_theta=10000.0)
@@ -665,6 +667,22 @@ CASES = {
     "axk1_groups": case("axk1", OWN_LATENT, GROUPS, num_hidden_layers=2, moe_intermediate_size=24,
         num_experts_per_tok=3, n_routed_experts=8, mlp_layer_types=kinds("ed"),
         rope_interleave=False, attention_bias=True, norm_topk_prob=False),
+    "deepseek_v32": case("deepseek_v32", LATENT, GROUPS, INDEXER, q_lora_rank=20,
+        n_routed_experts=12, rope_parameters=merged(LATENT_ROPE, mscale=1.0, mscale_all_dim=1.0)),
+    "deepseek_v32_bias": case("deepseek_v32", OWN_LATENT, BIASED_EXPERTS, INDEXER, n_group=1,
+        topk_group=1, attention_bias=True, norm_topk_prob=False, mlp_layer_types=kinds("ede"),
+        n_shared_experts=2, rms_norm_eps=1e-3, tie_word_embeddings=True),
+    # with an indexer, with one, following, with one
+    "glm_moe_dsa": case("glm_moe_dsa", OWN_LATENT, BIASED_EXPERTS, INDEXER, num_hidden_layers=4,
+        n_shared_experts=1, first_k_dense_replace=1, index_topk_freq=2,
+        rope_parameters=merged(DEFAULT_ROPE, rope_theta=1000.0)),
+    "glm_moe_dsa_groups": case("glm_moe_dsa", OWN_LATENT, BIASED_EXPERTS, GROUPS, INDEXER,
+        n_routed_experts=8, index_topk_pattern="FSS", attention_bias=True, qk_nope_head_dim=16,
+        v_head_dim=20, mlp_layer_types=kinds("eed")),
+    "axk2": case("axk2", OWN_LATENT, BIASED_EXPERTS, INDEXER, n_shared_experts=1,
+        gated_norm_rank=6, rope_parameters=merged(LATENT_ROPE, mscale=1.0, mscale_all_dim=1.0)),
+    "axk2_groups": case("axk2", OWN_LATENT, BIASED_EXPERTS, GROUPS, INDEXER, n_routed_experts=8,
+        gated_norm_rank=5, attention_bias=True, moe_layer_freq=2, rms_norm_eps=1e-3),
     "dbrx": case("dbrx", DBRX, n_layers=2,
         attn_config=merged(clip_qkv=1.5, kv_n_heads=2, rope_theta=500000.0),
         rope_parameters=merged(DEFAULT_ROPE, rope_theta=500000.0),

@@ -52,6 +52,9 @@ LENGTHS = {
     "lara_mini": 80,
     "zamba": 72,
     "zamba2": 72,
+    # some times index_topk
+    **dict.fromkeys(("deepseek_v32", "deepseek_v32_bias"), 40),
+    **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
@@ -72,11 +75,14 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "zamba": 0,
     "zamba_heads": 1,
     "zamba2": 13,
+    "deepseek_v32": 8,
+    "deepseek_v32_bias": 3,
 }
 HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head.weight")
 HEADS += ("decoder.weight",)
 FREE_STEPS = (0.0, float("inf"))
-RECURRENT = {"linear_attention", "conv"}
+# of which single steps round otherwise; so a choice of tokens would differ that rounding decides
+RECURRENT = {"linear_attention", "conv", "indexed_attention"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (

@@ -34,6 +34,7 @@ SIZES = MappingProxyType(
         "gpt2": {"n_embd": 64},
         "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
         "deepseek_v2": {"hidden_size": 64, "moe_intermediate_size": 32},
+        "glm_moe_dsa": {"hidden_size": 64, "moe_intermediate_size": 32},
         "qwen3_5": {"hidden_size": 64, "linear_value_head_dim": 16},
     }
 )

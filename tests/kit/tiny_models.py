@@ -90,6 +90,8 @@ _LATENT = MappingProxyType(
     }
 )
 
+# 5 of a context's tokens
+_INDEXER = MappingProxyType({"index_topk": 5, "index_n_heads": 8, "index_head_dim": 16})
 _HYBRID = MappingProxyType(
     {
         **_DECODER,
@@ -645,6 +647,36 @@ CONFIGS = MappingProxyType(
             "topk_group": 2,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
+        },
+        "deepseek_v32": {
+            **_LATENT,
+            **_INDEXER,
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        "glm_moe_dsa": {
+            **_LATENT,
+            **_INDEXER,
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "num_hidden_layers": 3,
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "indexer_types": ["full", "shared", "shared"],
+        },
+        "axk2": {
+            **_LATENT,
+            **_INDEXER,
+            "architectures": ["AXK2ForCausalLM"],
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "gated_norm_rank": 6,
         },
         "qwen3_5": {
             **_HYBRID,
@@ -1287,6 +1319,7 @@ LIKE_OTHERS = (
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
     *("apertus1p5", "zamba", "zamba2", "kolibri1", "lara_mini", "molmo2"),
+    *("deepseek_v32", "axk2"),  # as glm_moe_dsa
 )
 OF_EACH_KIND = (
     "qwen3",

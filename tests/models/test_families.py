@@ -337,7 +337,7 @@ def test_the_module_reads_every_parameter_of_the_specs(name: str) -> None:
     """And no other one: a missing parameter is an error."""
     model = build_model(tiny_models.tiny_config(name), "bfloat16")
     params = abstract_params(model)
-    ids = jax.ShapeDtypeStruct((3,), jnp.int32)
+    ids = jax.ShapeDtypeStruct((LENGTH,), jnp.int32)
     traced = jax.make_jaxpr(lambda p, x: forward(model, p, x))(params, ids)
     _, used = dce_jaxpr(traced.jaxpr, [True])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]

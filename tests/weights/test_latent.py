@@ -64,6 +64,8 @@ INT4 = {  # of Kimi-K2-Thinking
     "kv_cache_scheme": None,
 }
 GATED = ("gate_proj", "up_proj", "down_proj")
+INDEXER = ("wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
+LINEAR = re.compile(r"((?<!weights)_proj|_mqa|\.wq_b|\.wk)\.weight$")
 ROUTED = re.compile(r"mlp\.experts\.\d+\.")
 
 
@@ -77,11 +79,13 @@ def published_names(config: dict[str, Any]) -> Iterator[str]:
         start = f"model.layers.{layer}."
         yield from (f"{start}{name}_layernorm.weight" for name in ("input", "post_attention"))
         yield from (f"{start}self_attn.{name}.weight" for name in attention)
+        if "index_topk" in config:
+            yield from (f"{start}self_attn.indexer.{name}" for name in INDEXER)
         if layer < config["first_k_dense_replace"]:
             yield from (f"{start}mlp.{name}.weight" for name in GATED)
             continue
         yield f"{start}mlp.gate.weight"
-        if "DeepseekV3ForCausalLM" in config["architectures"]:
+        if "DeepseekV2ForCausalLM" not in config["architectures"]:
             yield f"{start}mlp.gate.e_score_correction_bias"
         yield from (f"{start}mlp.shared_experts.{name}.weight" for name in GATED)
         for expert in range(config["n_routed_experts"]):
@@ -100,7 +104,7 @@ def stored(model: Model, names: list[str], form: str | None) -> Typed:
 
     for name in names:
         shape, stem = shapes[name], name.removesuffix("weight")
-        is_linear = name.endswith("_proj.weight") or name.endswith("_mqa.weight")
+        is_linear = LINEAR.search(name) is not None
         if form == "fp8" and is_linear:
             put(name, shape, ml_dtypes.float8_e4m3fn)
             put(f"{name}_scale_inv", tuple(-(-size // 128) for size in shape), np.float32, 1)
@@ -123,6 +127,7 @@ BLOCKS = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size":
 BLOCKS |= {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "v_head_dim": 64}
 BLOCKS |= {"qk_rope_head_dim": 64}
 WHOLE = {"num_hidden_layers": 61}
+V32 = KIMI | BLOCKS | {"n_routed_experts": 8, "index_head_dim": 128}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +136,7 @@ WHOLE = {"num_hidden_layers": 61}
         pytest.param("deepseek_v2", LITE, None, 5_291, id="V2-Lite"),
         pytest.param("deepseek_v3", KIMI | BLOCKS, "fp8", 2_349, id="Kimi-K2"),
         pytest.param("deepseek_v3", KIMI, "int4", 3_485, id="Kimi-K2-Thinking"),
+        pytest.param("deepseek_v32", V32, "fp8", 107, id="V3.2"),
         pytest.param(
             "deepseek_v3", KIMI | BLOCKS | WHOLE, "fp8", 139_583, id="Kimi-K2-whole",
             marks=pytest.mark.nightly,

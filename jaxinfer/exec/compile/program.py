@@ -218,7 +218,8 @@ class Program(EngineShape):
     def parts(self) -> tuple[Part, ...]:
         """The parts of a split step; a single one if the model has too few layers."""
         depth = len(self.model.config.layers)
-        borders = dict.fromkeys((0, depth // FIRST_PART_DIVISOR, depth))
+        border = self.model.state.border_before(depth // FIRST_PART_DIVISOR)
+        borders = dict.fromkeys((0, border, depth))
         return tuple(part_of(self.model, range(*pair)) for pair in pairwise(borders))
 
     def stream_bytes(self, name: str, compiled: jax.stages.Compiled) -> int:

@@ -16,6 +16,7 @@ from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.mixers.chunks import most_chunks
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
+from jaxinfer.nn.mixers.indexed_latent_spec import IndexedLatentConfig
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.mixers.lightning_spec import LightningConfig
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
@@ -23,7 +24,9 @@ from jaxinfer.nn.mixers.mamba_spec import MambaConfig
 from jaxinfer.nn.mixers.rg_lru_spec import RgLruConfig
 from jaxinfer.nn.mixers.rwkv_spec import SHIFT, ChannelMixConfig, TimeMixConfig
 from pallas_kernels.delta_prefill import api as delta_prefill
-from pallas_kernels.harness.registry import workspace_of
+from pallas_kernels.harness.registry import KernelOp, workspace_of
+from pallas_kernels.index_topk import api as index_topk
+from pallas_kernels.index_topk.ref import IndexTopkArgs
 from pallas_kernels.latent_prefill import api as latent_prefill
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.lib.chunk_scan import CHUNK
@@ -32,6 +35,8 @@ from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.paged_prefill import api as paged_prefill
 from pallas_kernels.paged_prefill.ref import FEW_TOKENS, PrefillArgs
 from pallas_kernels.short_conv import api as short_conv
+from pallas_kernels.sparse_latent import api as sparse_latent
+from pallas_kernels.sparse_latent.ref import SparseLatentArgs
 
 MOST_PAGES = 1 << 20  # of a sequence: its context has as many splits as any
 # Tokens of a step whose prompts may have few, as the others are decode rows.
@@ -96,6 +101,42 @@ def latent_bytes(config: LatentAttentionConfig, step: StepShape) -> int:
     )
     op = latent_prefill.OP
     return workspace_of(op, step.platform, args, step.pins.of(op.name))
+
+
+def indexed_latent_bytes(config: IndexedLatentConfig, step: StepShape) -> int:
+    """What the choice and the attention to it allocate, for a context of any length, and the
+    positions of all tokens.
+    """
+    of: Any = jax.ShapeDtypeStruct
+    c, (tokens, dtype) = config, (step.x.shape[0], step.x.dtype)
+    is_scaled = c.page_dtype == BITS
+    rows, table = of((tokens,), jnp.int32), of((tokens, MOST_PAGES), jnp.int32)
+    sparse = SparseLatentArgs(
+        q=of((tokens, c.num_heads, c.head_dim), dtype),
+        k_up=of((c.num_heads * c.nope_dim, c.rank), dtype),
+        v_up=of((c.num_heads * c.value_dim, c.rank), dtype),
+        pages=of((1, 16, c.rank if is_scaled else c.entry_dim), c.page_dtype or dtype),
+        page_table=table,
+        rows=rows,
+        positions=of((tokens, c.top_k), jnp.int32),
+        scales=of((1, 16, num_groups(c.rank)), jnp.float32) if is_scaled else None,
+        rope_pages=of((1, 16, c.rope_dim), ROPE_DTYPE) if is_scaled else None,
+        scale=c.scale,
+    )
+    ops: list[tuple[KernelOp, Any]] = [(sparse_latent.OP, sparse)]
+    if (index := c.indexer) is not None:
+        among = IndexTopkArgs(
+            q=of((tokens, index.num_heads, index.head_dim), dtype),
+            weights=of((tokens, index.num_heads), jnp.float32),
+            pages=of((1, 16, index.head_dim), dtype),
+            page_table=table,
+            rows=rows,
+            lens=rows,
+            top_k=c.top_k,
+        )
+        ops.append((index_topk.OP, among))
+    found = (workspace_of(op, step.platform, args, step.pins.of(op.name)) for op, args in ops)
+    return max(found) + 4 * tokens * c.top_k
 
 
 def delta_bytes(config: DeltaConfig, step: StepShape) -> int:

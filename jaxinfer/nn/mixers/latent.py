@@ -10,6 +10,7 @@ of the queries' latent, K width of keys without rope (``nope_dim``), V width of 
     kv_norm [C]                       kv_b/k [N * K, C]   kv_b/v [N * V, C]
     o       [N * V, D]                o_bias [D]   q_kv_a_bias [Q + C + R], of the last columns
     head_gate [D, N] with gates of the heads' outputs
+    with output gates q_b is [2 * Q, N * (K + R + V)]: queries and gates of each head
 """
 
 from __future__ import annotations
@@ -35,17 +36,28 @@ from pallas_kernels.lib.numerics import rms_norm, rotate
 from pallas_kernels.skinny_gemm.api import GemmArgs, skinny_gemm
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """Queries and entries of some tokens, rotated."""
 
     q: jax.Array  # [T, N, K + R]
     entries: jax.Array  # [T, C + R]
 
-    def take(self, tokens: jax.Array | slice) -> _Tokens:
-        return _Tokens(self.q[tokens], self.entries[tokens])
+    def take(self, tokens: jax.Array | slice) -> Tokens:
+        """Those of a subset of the tokens."""
+        return Tokens(self.q[tokens], self.entries[tokens])
 
 
-class _Expansion(NamedTuple):
+class Projected(NamedTuple):
+    """The results of the projections before attention."""
+
+    stream: Stream  # with its delta added
+    tokens: Tokens
+    h: Any  # [T, D]: the normalised tokens, if they were to be kept
+    q_latent: Any  # [T, Q]: the latent of queries after its norm, if they have one
+    gates: Any  # [T, N, V]: of the heads' outputs, if the queries come with them
+
+
+class Expansion(NamedTuple):
     """The weights that expand latents to keys and values."""
 
     k: jax.Array  # [N * K, C]
@@ -67,52 +79,77 @@ class LatentAttention(nn.Module):
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``mixers.attention.Attention``."""
-        c = self.config
-        stream, tokens, gates = self._projected(stream, norm, ctx)
-        kv_b = _Expansion(**param(self, "kv_b"))
-        out, state = _attend(tokens, kv_b, state, ctx, c, only)
-        if gates is not None:
-            own = gates if only is None else take_rows(gates, only)
-            out = on_heads.gated(out, own[..., None], "sigmoid")
-        out = ctx.at("z", out)
-        x = stream.x if only is None else stream.take(only)
-        bias = param(self, "o_bias") if c.bias else None
-        out = out.reshape(len(out), -1)
-        return x, block_output(out, weight(self, "o"), ctx, bias=bias), state
+        made = projected(self, self.config, stream, norm, ctx)
+        kv_b = Expansion(**param(self, "kv_b"))
+        out, state = attend(made.tokens, kv_b, state, ctx, self.config, only)
+        return *output(self, self.config, made, out, ctx, only), state
 
-    def _projected(
-        self, stream: Stream, norm: Norm, ctx: StepContext
-    ) -> tuple[Stream, _Tokens, jax.Array | None]:  # the gates [T, N]
-        """The stream with its delta added, queries and entries of its tokens, gates of heads."""
-        c, all_heads = self.config, self.config.num_heads * self.config.head_dim
-        w = weight(self, "q_kv_a")
-        both, stream, h = linear(stream, w, ctx, norm=norm, keep=c.head_gate)
-        gates = linear(h, weight(self, "head_gate"), ctx).y if c.head_gate else None
-        if c.bias:
-            both = both + jnp.pad(param(self, "q_kv_a_bias"), (both.shape[1] - c.bias_dim, 0))
-        width = both.shape[1] - c.entry_dim
-        q, kv, fixed = both[:, :width], both[:, width:], ctx.pins.invariant
-        if c.query_rank is None and ctx.axis is not None:  # the heads of this device
-            start = jax.lax.axis_index(ctx.axis) * all_heads
-            q = jax.lax.dynamic_slice_in_dim(q, start, all_heads, axis=1)
-        if c.query_rank is not None:
-            q = rms_norm(q, param(self, "q_norm"), c.norm_eps, fixed=fixed)
-            q = linear(q, weight(self, "q_b"), ctx).y
-        latents = rms_norm(kv[:, : c.rank], param(self, "kv_norm"), c.norm_eps, fixed=fixed)
-        latents = latents if c.latent_scale == 1 else latents * c.latent_scale
-        q = q.reshape(len(q), c.num_heads, c.head_dim)
-        if c.growth is not None:
-            q = q * on_heads.growth_factors(c.growth, ctx.positions, q.dtype)[:, None, None]
-        if c.rope is None:
-            return stream, _Tokens(q, jnp.concatenate((latents, kv[:, c.rank :]), axis=1)), gates
+
+def projected(
+    module: nn.Module,
+    c: LatentAttentionConfig,
+    stream: Stream,
+    norm: Norm,
+    ctx: StepContext,
+    *,
+    keep: bool = False,
+) -> Projected:
+    """Queries and entries of the tokens of a stream, with the parameters of a layer; ``keep``
+    returns the normalised tokens, too.
+    """
+    all_heads, latent, gates = c.num_heads * c.head_dim, None, None
+    keep |= c.head_gate
+    both, stream, h = linear(stream, weight(module, "q_kv_a"), ctx, norm=norm, keep=keep)
+    if c.bias:
+        both = both + jnp.pad(param(module, "q_kv_a_bias"), (both.shape[1] - c.bias_dim, 0))
+    width = both.shape[1] - c.entry_dim
+    q, kv, fixed = both[:, :width], both[:, width:], ctx.pins.invariant
+    if c.query_rank is None and ctx.axis is not None:  # the heads of this device
+        start = jax.lax.axis_index(ctx.axis) * all_heads
+        q = jax.lax.dynamic_slice_in_dim(q, start, all_heads, axis=1)
+    if c.query_rank is not None:
+        latent = rms_norm(q, param(module, "q_norm"), c.norm_eps, fixed=fixed)
+        given = jnp.concatenate((latent, q), axis=1) if c.output_gate else latent
+        q = linear(given, weight(module, "q_b"), ctx).y
+    latents = rms_norm(kv[:, : c.rank], param(module, "kv_norm"), c.norm_eps, fixed=fixed)
+    latents = latents if c.latent_scale == 1 else latents * c.latent_scale
+    q = q.reshape(len(q), c.num_heads, -1)
+    if c.output_gate:
+        q, gates = jnp.split(q, (c.head_dim,), axis=2)
+    if c.growth is not None:
+        q = q * on_heads.growth_factors(c.growth, ctx.positions, q.dtype)[:, None, None]
+    k_rope = kv[:, c.rank :]
+    if c.rope is not None:
         angles = ctx.angles[0]
-        k_rope = _rotated(kv[:, None, c.rank :], angles, interleaved=c.interleaved)[:, 0]
-        q_rope = _rotated(q[..., c.nope_dim :], angles, interleaved=c.interleaved)
+        k_rope = rotated(k_rope[:, None], angles, interleaved=c.interleaved)[:, 0]
+        q_rope = rotated(q[..., c.nope_dim :], angles, interleaved=c.interleaved)
         q = jnp.concatenate((q[..., : c.nope_dim], q_rope), axis=2)
-        return stream, _Tokens(q, jnp.concatenate((latents, k_rope), axis=1)), gates
+    tokens = Tokens(q, jnp.concatenate((latents, k_rope), axis=1))
+    return Projected(stream, tokens, h, latent, gates)
 
 
-def _rotated(
+def output(
+    module: nn.Module,
+    c: LatentAttentionConfig,
+    made: Projected,
+    out: jax.Array,  # [T, N, V], or with only [B, N, V]
+    ctx: StepContext,
+    only: jax.Array | None,  # int32[B]
+) -> tuple[jax.Array, PlainOutput]:
+    """The input of a block and its output, of what its heads have attended to."""
+    gates = made.gates
+    if c.head_gate:
+        gates = linear(made.h, weight(module, "head_gate"), ctx).y[..., None]  # [T, N, 1]
+    if gates is not None:
+        out = on_heads.gated(out, gates if only is None else take_rows(gates, only), "sigmoid")
+    out = ctx.at("z", out)
+    x = made.stream.x if only is None else made.stream.take(only)
+    bias = param(module, "o_bias") if c.bias else None
+    out = out.reshape(len(out), -1)
+    return x, block_output(out, weight(module, "o"), ctx, bias=bias)
+
+
+def rotated(
     x: jax.Array,  # [T, heads, R]
     angles: Angles,
     *,
@@ -128,9 +165,9 @@ def _rotated(
     return rotate(x, *angles)
 
 
-def _attend(
-    tokens: _Tokens,
-    kv_b: _Expansion,
+def attend(
+    tokens: Tokens,
+    kv_b: Expansion,
     state: LayerArrays | None,
     ctx: StepContext,
     config: LatentAttentionConfig,
@@ -141,16 +178,12 @@ def _attend(
     Without state, a whole sequence attends to itself.
     """
     if state is None:
-        return _dense(tokens, kv_b, ctx, config, only), None
+        return dense(tokens, kv_b, ctx, config, only), None
     pages, d = ctx.pages[0], ctx.num_decodes
     if len(tokens.q) == d:
         return _decode(tokens, kv_b, state, ctx, config)
-    # before pages are read, and with a barrier: else XLA copies the pool
     prompts = tokens.take(slice(d, None))
-    pools, slots = tuple(state[name] for name in POOLS if name in state), pages.slot_mapping[d:]
-    pairs = zip(pools, appended(prompts.entries, pools), strict=True)
-    made = jax.lax.optimization_barrier(tuple(written(to, x, slots) for to, x in pairs))
-    state = _with_pools(made)
+    state = with_entries(state, prompts.entries, pages.slot_mapping[d:])
     if only is not None:  # a decode of all rows, which appends their last tokens again
         return _decode(tokens.take(only), kv_b, state, ctx, config)
     if ctx.pins.invariant:  # every token as a decode row, since expanded keys give other bits
@@ -165,7 +198,7 @@ def _attend(
         entries=prompts.entries,
         k_up=kv_b.k,
         v_up=kv_b.v,
-        **_pools(state),
+        **pools_of(state),
         page_table=pages.page_table[d:],
         seq_lens=pages.seq_lens[d:],
         query_start_loc=ctx.rows.query_start_loc,
@@ -176,8 +209,8 @@ def _attend(
 
 
 def _decode(
-    tokens: _Tokens,  # one of each of the first rows
-    kv_b: _Expansion,
+    tokens: Tokens,  # one of each of the first rows
+    kv_b: Expansion,
     state: LayerArrays,
     ctx: StepContext,
     config: LatentAttentionConfig,
@@ -191,21 +224,36 @@ def _decode(
         q_latent=_by_heads(q_nope, k_heads, ctx),
         q_rope=q_rope,
         entries=tokens.entries,
-        **_pools(state),
+        **pools_of(state),
         page_table=pages.page_table[:rows],
         seq_lens=pages.seq_lens[:rows],
         scale=c.scale,
     )
     mixed, *pools = latent_decode(args, ctx.pinned("latent_decode"))
-    return _by_heads(mixed, v_heads, ctx, by_output=True), _with_pools(pools)
+    return _by_heads(mixed, v_heads, ctx, by_output=True), with_pools(pools)
 
 
-def _pools(state: LayerArrays) -> dict[str, Any]:
+def with_entries(
+    state: LayerArrays,
+    entries: jax.Array,  # [T, C + R]
+    slots: jax.Array,  # int32[T]
+) -> LayerArrays:
+    """The pools with entries in these slots.
+
+    It comes before pages are read, and has a barrier: else XLA copies the pool.
+    """
+    pools = tuple(state[name] for name in POOLS if name in state)
+    pairs = zip(pools, appended(entries, pools), strict=True)
+    made = jax.lax.optimization_barrier(tuple(written(to, x, slots) for to, x in pairs))
+    return with_pools(made)
+
+
+def pools_of(state: LayerArrays) -> dict[str, Any]:
     """The pools of a layer as arguments of ops."""
     return dict(zip(("pages", "scales", "rope_pages"), map(state.get, POOLS), strict=True))
 
 
-def _with_pools(pools: Sequence[jax.Array]) -> LayerArrays:
+def with_pools(pools: Sequence[jax.Array]) -> LayerArrays:
     """The state of the pools that an op returns."""
     return dict(zip(POOLS, pools, strict=False))
 
@@ -228,12 +276,13 @@ def _by_heads(
     return jax.lax.map(of_head, (jnp.swapaxes(x, 0, 1), w)).swapaxes(0, 1)
 
 
-def _dense(
-    tokens: _Tokens,
-    kv_b: _Expansion,
+def dense(
+    tokens: Tokens,
+    kv_b: Expansion,
     ctx: StepContext,
     config: LatentAttentionConfig,
     only: jax.Array | None,  # int32[B]
+    chosen: jax.Array | None = None,  # bool[T, T]: see ``indexed_latent``
 ) -> jax.Array:  # [T, N, V], or with only [B, N, V]
     """Causal attention of one whole sequence over itself; supports gradients and vmap."""
     c, t = config, len(tokens.q)
@@ -244,7 +293,7 @@ def _dense(
     q, k = ctx.at("q", tokens.q), ctx.at("k", jnp.concatenate((k_nope, k_rope), axis=2))
     v = ctx.at("v", v)
     scores = jnp.einsum("TNH,SNH->NTS", q, k, preferred_element_type=jnp.float32)
-    visible = jnp.tril(jnp.ones((t, t), bool))
+    visible = jnp.tril(jnp.ones((t, t), bool)) if chosen is None else chosen
     scores = ctx.at("scores", jnp.where(visible, scores * c.scale, -jnp.inf))
     pattern = ctx.at("pattern", jax.nn.softmax(scores, axis=-1).astype(v.dtype))
     out = jnp.einsum("NTS,SNV->TNV", pattern, v)

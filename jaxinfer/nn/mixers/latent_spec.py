@@ -32,8 +32,9 @@ class LatentAttentionConfig(BlockSpec):
     rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
     residual stream have biases, but for queries without a latent. Queries may grow with the
     position. ``latent_scale`` multiplies the latents of keys and values. With ``head_gate`` a
-    sigmoid of the token multiplies the output of each head. ``page_dtype`` is that of
-    pages (None: the decoder's); 8 bits are those of latents alone
+    sigmoid of the token multiplies the output of each head; with ``output_gate`` sigmoids of the
+    queries' latent, after its norm and before it, multiply each component. ``page_dtype`` is
+    that of pages (None: the decoder's); 8 bits are those of latents alone
     (``pallas_kernels.lib.latent_pages``).
     """
 
@@ -52,6 +53,7 @@ class LatentAttentionConfig(BlockSpec):
     growth: QueryGrowth | None = None
     latent_scale: float = 1.0
     head_gate: bool = False
+    output_gate: bool = False
     page_dtype: jnp.dtype | None = None
 
     @property

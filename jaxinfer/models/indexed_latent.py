@@ -1,0 +1,101 @@
+"""Config keys and checkpoint tensors of latent attention with an indexer, for several families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.hf_keys import REMOVE_KEY
+from jaxinfer.models.latent import latent_config, latent_param_specs
+from jaxinfer.models.linears import Linear, linear_specs
+from jaxinfer.models.params import ParamSpec, as_is, stack
+from jaxinfer.models.sources import ArraySpec, Source
+from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardSpec, LayerSpec
+from jaxinfer.nn.mixers.indexed_latent_spec import IndexedLatentConfig, IndexerConfig
+from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
+
+FULL, SHARED = "full", "shared"  # layers with an indexer, and those that follow one
+
+
+def indexed_config(
+    config: Mapping[str, Any],
+    dtype: jnp.dtype,
+    *,
+    heads: int,
+    interleaved: bool,
+    ffns: Sequence[FeedForwardSpec],
+    kinds: Sequence[str] | None = None,
+    **more: Any,
+) -> DecoderSpec:
+    """A decoder from ``config.json`` whose layers choose tokens.
+
+    ``heads`` is the family's default of ``index_n_heads``, ``interleaved`` says how its indexer
+    rotates, and ``kinds`` whether each layer has one (None: all do); ``more`` are further fields of
+    the mixers. Raises ``ConfigError`` with the key.
+    """
+    hf.layer_kinds(config, "layer_types", len(ffns), ("indexed_attention",))
+    hf.supported_only(config, "rope_interleave", True)
+    hf.supported_only(config, "indexer_rope_interleave", interleaved)
+    hf.supported_only(config, "moe_router_dtype", "float32")
+    config.get("head_dim")  # which transformers replaces, since published files have another width
+    own_dim = {"head_dim": hf.positive_int(config, "qk_rope_head_dim")}
+    decoder = latent_config(hf.with_values(config, own_dim), dtype, interleaved=True, ffns=ffns)
+    top_k = hf.positive_int(config, "index_topk", 2048)
+    indexer = IndexerConfig(
+        num_heads=hf.positive_int(config, "index_n_heads", heads),
+        head_dim=hf.positive_int(config, "index_head_dim", 128),
+        interleaved=interleaved,
+    )
+    mixer = decoder.layers[0].mixer
+    assert isinstance(mixer, LatentAttentionConfig)
+    own = {field.name: getattr(mixer, field.name) for field in fields(mixer)} | more
+    if mixer.query_rank is None:
+        raise ConfigError("config key 'q_lora_rank' is null; the indexer needs the queries' latent")
+    if indexer.head_dim < mixer.rope_dim:
+        raise ConfigError(
+            f"config key 'index_head_dim' is {indexer.head_dim}, less than 'qk_rope_head_dim'; "
+            f"{REMOVE_KEY}"
+        )
+    layers: list[LayerSpec] = []
+    last: int | None = None  # with an indexer
+    kinds = [FULL] * len(ffns) if kinds is None else kinds
+    for i, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True)):
+        last = i if kind == FULL else last
+        choice = (indexer, None) if last == i else (None, last)
+        indexed = IndexedLatentConfig(**own, top_k=top_k, indexer=choice[0], follows=choice[1])
+        layers.append(replace(layer, mixer=indexed))
+    return replace(decoder, layers=tuple(layers))
+
+
+def indexed_param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
+    """The parameters of the decoder, with Hugging Face's names of their sources."""
+    specs = [*latent_param_specs(config)]
+    for i, layer in enumerate(config.layers):
+        if isinstance(c := layer.mixer, IndexedLatentConfig) and c.indexer is not None:
+            specs += _indexer_specs(c, c.indexer, config.hidden_size, i)
+    return tuple(specs)
+
+
+def _indexer_specs(
+    c: IndexedLatentConfig, indexer: IndexerConfig, width: int, layer: int
+) -> Iterator[ParamSpec]:
+    """The parameters of an indexer. Every device chooses for itself, so they are not divided."""
+    assert c.query_rank is not None
+    path, source = f"layers_{layer}/", f"model.layers.{layer}.self_attn.indexer."
+    heads, dim = indexer.num_heads, indexer.head_dim
+    linears = (
+        Linear("index_q", ("wq_b",), (c.query_rank, heads * dim), (None, None), bias=False),
+        Linear("index_k", ("wk",), (width, dim), (None, None), bias=False),
+    )
+    yield from linear_specs(path, source, linears)[0]
+    norm = tuple(Source(f"{source}k_norm.{kind}", (dim,)) for kind in ("weight", "bias"))
+    array = ArraySpec((2, dim), (None, None), jnp.dtype(jnp.float32))
+    yield ParamSpec(f"{path}index_k_norm", array, norm, stack)
+    weights = Source(f"{source}weights_proj.weight", (heads, width))
+    array = ArraySpec(weights.shape, (None, None))
+    yield ParamSpec(f"{path}index_weights", array, (weights,), as_is)

@@ -1,0 +1,187 @@
+"""Latent attention in which each token attends to the tokens that an indexer has chosen.
+
+The parameters are those of ``mixers.latent`` and, in a layer with an indexer of J heads of I
+components:
+
+    index_q       [Q, J * I]   of the latent of queries
+    index_k       [D, I]       index_k_norm [2, I]: a LayerNorm's weight and bias
+    index_weights [J, D]
+    input_gate_in [D, R], input_gate_out [R, D] with a gate of the norm
+
+The pages of a paged kind of its own hold a token's key, which is normalised and rotated. In a step
+decode rows and prompts are the same: each token chooses positions of its row, and its queries,
+which absorb the expansion to keys, attend to the latents there. Layers that follow this one get the
+positions under the name ``CHOSEN``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.nn.context import PlainOutput, StepContext
+from jaxinfer.nn.linear import Norm, Stream, layer_norm, linear
+from jaxinfer.nn.mixers.indexed_latent_spec import KEY, IndexedLatentConfig, IndexerConfig
+from jaxinfer.nn.mixers.latent import (
+    Expansion,
+    Projected,
+    attend,
+    dense,
+    output,
+    pools_of,
+    projected,
+    rotated,
+    with_entries,
+)
+from jaxinfer.nn.norm_gate import gated_norm
+from jaxinfer.nn.state import LayerArrays
+from jaxinfer.nn.weight import Matmul, param, weight
+from pallas_kernels.index_topk.api import IndexTopkArgs, index_topk
+from pallas_kernels.index_topk.ref import NO_POSITION
+from pallas_kernels.kv_append.xla import written
+from pallas_kernels.sparse_latent.api import SparseLatentArgs, sparse_latent
+
+CHOSEN = "chosen"  # int32[T, K]: the positions of each token; -1 for none
+
+
+class IndexedLatentAttention(nn.Module):
+    """The attention block of a layer, with the norm before it."""
+
+    config: IndexedLatentConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        stream: Stream,
+        norm: Norm,
+        state: LayerArrays | None,
+        ctx: StepContext,
+        only: jax.Array | None = None,  # int32[B]
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
+        """See ``mixers.attention.Attention``."""
+        c = self.config
+        given, before = stream, norm
+        if c.input_gate is not None:
+            stream, h = gated_norm(self, "input_gate", stream, norm, ctx)
+            given, before = Stream(h), norm.as_none()
+        made = projected(self, c, given, before, ctx, keep=c.indexer is not None)
+        if c.input_gate is not None:
+            made = made._replace(stream=stream)
+        kv_b = Expansion(**param(self, "kv_b"))
+        if ctx.rows is None:
+            chosen = self._chosen_densely(made, state, ctx)
+            visible = None if chosen is None else _mask(chosen)
+            out = dense(made.tokens, kv_b, ctx, c, only, visible)
+            state = None if chosen is None else {CHOSEN: chosen}
+        elif c.selects:
+            assert state is not None
+            out, state = self._paged(made, kv_b, state, ctx, only)
+        else:
+            out, state = attend(made.tokens, kv_b, state, ctx, c, only)
+        return *output(self, c, made, out, ctx, only), state
+
+    def _chosen_densely(
+        self, made: Projected, state: LayerArrays | None, ctx: StepContext
+    ) -> jax.Array | None:  # int32[T, K]
+        """The choices in one whole sequence; None if it has no more tokens than are chosen."""
+        c, count = self.config, len(made.tokens.q)
+        if count <= c.top_k:
+            return None
+        if c.indexer is None:
+            assert state is not None, "an earlier layer has chosen"
+            return state[CHOSEN]
+        index, own = _index(self, c, c.indexer, made, ctx), jnp.arange(count)
+
+        def with_head(total: jax.Array, head: Any) -> tuple[jax.Array, None]:
+            q, weights = head  # [T, I], float32[T]
+            found = jnp.matmul(q, index.keys.T, preferred_element_type=jnp.float32)
+            return total + weights[:, None] * jax.nn.relu(found), None
+
+        heads = index.q.swapaxes(0, 1), index.weights.T
+        scores, _ = jax.lax.scan(with_head, jnp.zeros((count, count)), heads)
+        scores = jnp.where(own <= own[:, None], jax.lax.stop_gradient(scores), -jnp.inf)
+        _, best = jax.lax.top_k(scores, c.top_k)
+        return jnp.where(jnp.arange(c.top_k) <= own[:, None], best, NO_POSITION)
+
+    def _paged(
+        self,
+        made: Projected,
+        kv_b: Expansion,
+        state: LayerArrays,
+        ctx: StepContext,
+        only: jax.Array | None,  # int32[B]
+    ) -> tuple[jax.Array, LayerArrays]:  # [T, N, V], or with only [B, N, V]
+        """Append this step's entries and keys to the pages, choose positions, and attend there."""
+        c, rows, tokens = self.config, ctx.rows, slice(None) if only is None else only
+        assert rows is not None
+        own = with_entries(state, made.tokens.entries, ctx.pages[0].slot_mapping)
+        of_rows, lens = rows.of_token[tokens], jnp.where(rows.is_token, ctx.positions + 1, 0)
+        if c.indexer is None:
+            chosen = state[CHOSEN][tokens]
+        else:
+            index, pages = _index(self, c, c.indexer, made, ctx), ctx.pages[1]
+            own[KEY] = jax.lax.optimization_barrier(
+                written(state[KEY], index.keys, pages.slot_mapping)
+            )
+            among = IndexTopkArgs(
+                q=index.q[tokens],
+                weights=index.weights[tokens],
+                pages=own[KEY],
+                page_table=pages.page_table,
+                rows=of_rows,
+                lens=lens[tokens],
+                top_k=c.top_k,
+            )
+            chosen = own[CHOSEN] = index_topk(among, ctx.pinned("index_topk"))
+        args = SparseLatentArgs(
+            q=made.tokens.q[tokens],
+            k_up=kv_b.k,
+            v_up=kv_b.v,
+            **pools_of(own),
+            page_table=ctx.pages[0].page_table,
+            rows=of_rows,
+            positions=chosen,
+            scale=c.scale,
+        )
+        return sparse_latent(args, ctx.pinned("sparse_latent")), own
+
+
+class _Index(NamedTuple):
+    """What an indexer compares."""
+
+    q: jax.Array  # [T, J, I]
+    weights: jax.Array  # float32[T, J]
+    keys: jax.Array  # [T, I]
+
+
+def _index(
+    module: nn.Module,
+    config: IndexedLatentConfig,
+    indexer: IndexerConfig,
+    made: Projected,
+    ctx: StepContext,
+) -> _Index:
+    """Queries, weights of their heads and keys of the tokens; every device has all of them."""
+    c, rope = indexer, config.rope_dim
+    q = linear(made.q_latent, weight(module, "index_q"), ctx).y.reshape(-1, c.num_heads, c.head_dim)
+    keys, norm = linear(made.h, weight(module, "index_k"), ctx).y, param(module, "index_k_norm")
+    keys = layer_norm(keys, norm[0], norm[1], c.norm_eps, fixed=ctx.pins.invariant)
+    how = Matmul(ctx.pins, wide=True)
+    weights = weight(module, "index_weights", by_output=True).matmul(made.h, how)
+
+    def turned(x: jax.Array) -> jax.Array:  # [T, heads, I]
+        own = rotated(x[..., :rope], ctx.angles[0], interleaved=c.interleaved)
+        return jnp.concatenate((own, x[..., rope:]), axis=-1)
+
+    scale = (c.num_heads * c.head_dim) ** -0.5
+    return _Index(turned(q), weights * scale, turned(keys[:, None])[:, 0])
+
+
+def _mask(chosen: jax.Array) -> jax.Array:  # int32[T, K] -> bool[T, T]
+    """True where a token attends; -1 stands for a column behind the last."""
+    count = len(chosen)
+    mask = jnp.zeros((count, count + 1), bool).at[jnp.arange(count)[:, None], chosen].set(True)
+    return mask[:, :count]

@@ -1,0 +1,1 @@
+"""The op sparse_latent; see ``api``."""
