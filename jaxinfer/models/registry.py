@@ -124,6 +124,7 @@ _MODULES = (
     ("BloomForCausalLM", "jaxinfer.models.bloom"),
     ("MptForCausalLM", "jaxinfer.models.mpt"),
     ("MPTForCausalLM", "jaxinfer.models.mpt"),  # of the published files
+    ("InternLM2ForCausalLM", "jaxinfer.models.internlm2"),
     ("InternLM3ForCausalLM", "jaxinfer.models.internlm3"),
     ("IQuestCoderForCausalLM", "jaxinfer.models.llama"),
     ("NanoChatForCausalLM", "jaxinfer.models.nanochat"),

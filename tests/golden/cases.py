@@ -443,6 +443,7 @@ CASES = {
     "mpt": case("mpt", MPT, d_model=48, n_heads=6,
         attn_config=merged(clip_qkv=1.0, softmax_scale=0.5)),
     "mpt_plain": case("mpt", MPT, d_model=32, n_heads=4),
+    "internlm2": case("llama", SIZES, attention_bias=True),
     "internlm3": case("internlm3", BARE, head_dim=16, attention_bias=True, mlp_bias=True),
     "iquestcoder": case("iquestcoder", BARE, head_dim=16, attention_bias=True),
     "nanochat": case("nanochat", BARE, attention_bias=True),

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from cases import CASES, rope_cases
+from internlm2 import packed
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -100,13 +101,15 @@ DERIVED = {
         *("linear_conv_kernel_dim", "head_dim", "qk_head_dim"),
     ),
     "bailing_hybrid": ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),
+    "internlm2": ("attention_bias", "mlp_bias", "head_dim"),
 }
 # and those that it overwrites, with the widths of other heads
-GIVEN = {"bailing_hybrid_kinds": {"head_dim": 16}}
+GIVEN = {"bailing_hybrid_kinds": {"head_dim": 16}, "internlm2": {"bias": True}}
 # Architectures of published files, for which transformers has the modules of another one.
 ARCHITECTURES = {
     "sarvam_moe": "SarvamMoEForCausalLM",
     "sarvam_mla": "SarvamMLAForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "iquestcoder": "IQuestCoderForCausalLM",
     "exaone": "ExaoneForCausalLM",
@@ -149,6 +152,8 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors as files have them: those of experts are mostly stacked only in memory."""
     if name.startswith("olmo_hybrid"):
         return _olmo_hybrid(model)
+    if name == "internlm2":
+        return packed(model.state_dict(), model.config)
     as_published = any(".experts." in key for key in model.state_dict()) or name in RENAMED
     if name in STACKED or not as_published:
         return model.state_dict()

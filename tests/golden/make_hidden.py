@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from internlm2 import unpacked
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -108,6 +109,7 @@ CASES = (
     "olmo_hybrid",
     "bloom",
     "mpt",
+    "internlm2",
     "internlm3",
     "nanochat",
     "exaone",
@@ -156,10 +158,14 @@ def make(name: str) -> None:
     with safe_open(DATA / f"{name}.safetensors", "pt") as file:
         facts = json.loads(file.metadata()["config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    if name == "internlm2":  # transformers has no class of it
+        facts["attention_bias"] = facts.pop("bias")
     config = AutoConfig.for_model(facts.pop("model_type"), **facts)
     is_text = config.get_text_config() is config
     auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     weights = {k.removeprefix("weights/"): t for k, t in tensors.items() if k.startswith("weig")}
+    if name == "internlm2":
+        weights = unpacked(weights, config)
     with tempfile.TemporaryDirectory() as folder:  # which stacks the tensors of experts
         config.save_pretrained(folder)
         save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})

@@ -199,6 +199,7 @@ CASES: dict[str, Case] = {
     "glm4_moe_lite": Case("deepseek2", "glm4_moe_lite", keys={**_MLA,
         **_experts(8, 2, 24, shared_count=1, group_count=4, group_used_count=2, **_BIASED),
         "leading_dense_block_count": 1}),
+    "internlm2": Case("internlm2", "internlm2", {"bias": False}),
     "internlm3": Case("llama", "internlm3",
         {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}),
     "mistral4": Case("mistral4", "mistral4", {"n_group": 1, "topk_group": 1}, {**_YARN, **_MLA,

@@ -265,6 +265,21 @@ def _bailing(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
         yield f"blk.{match[1]}.attn_{kind}.weight", own
 
 
+def _internlm2(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """InternLM 2: queries, keys and values apart, of which the first two rotate by pairs."""
+    if not name.endswith("wqkv.weight"):
+        yield name, tensor
+        return
+    kv = c["num_key_value_heads"]
+    own = tensor.reshape(kv, c["num_attention_heads"] // kv + 2, -1, tensor.shape[1])
+    for kind, heads in (("q", own[:, :-2]), ("k", own[:, -2:-1]), ("v", own[:, -1:])):
+        part = heads.reshape(-1, *own.shape[2:])
+        if kind != "v":
+            halves = part.reshape(len(part), 2, -1, tensor.shape[1])
+            part = halves.swapaxes(1, 2)
+        yield name.replace("wqkv", f"w{kind}"), part.reshape(-1, tensor.shape[1])
+
+
 CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _plus_one),
     **dict.fromkeys(("llama", "olmo", "mistral3"), _by_pairs),
@@ -284,6 +299,7 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
         _correction,
     ),
     "bailingmoe": _bailing,
+    "internlm2": _internlm2,
     "deepseek2": _latent,
     "mistral4": _stacks,
     "llama4": _llama4,

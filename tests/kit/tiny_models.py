@@ -493,6 +493,7 @@ CONFIGS = MappingProxyType(
             "parallel_attn": False,
             "multi_query": False,
         },
+        "internlm2": {**_DECODER, "architectures": ["InternLM2ForCausalLM"], "bias": True},
         "internlm3": {
             **_DECODER,
             "architectures": ["InternLM3ForCausalLM"],
@@ -1276,6 +1277,7 @@ LIKE_OTHERS = (
         "persimmon",
         "mpt",
         "falcon_alibi",
+        "internlm2",
         "internlm3",
         "iquestcoder",
         "nanochat",

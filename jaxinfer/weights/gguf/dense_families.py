@@ -260,6 +260,8 @@ DENSE_FAMILIES: Mapping[str, Any] = MappingProxyType(
             data_layouts=BOTH,
         ),
         "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", present={"use_bias": "attn_q.bias"}),
+        # its converter gives q, k and v tensors of their own, in Llama's order
+        "internlm2": Family("LlamaForCausalLM", "llama", present=LLAMA_BIASES, data_layouts=BOTH),
         "exaone": Family("ExaoneForCausalLM", "exaone", present=LLAMA_BIASES),
         "seed_oss": Family(
             "SeedOssForCausalLM",
