@@ -177,6 +177,7 @@ WITH_IMAGES = (
     "Molmo2ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Step3p7ForConditionalGeneration",
 )
 
 

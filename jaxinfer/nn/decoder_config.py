@@ -173,7 +173,8 @@ class FeedForwardConfig(FeedForwardSpec):
     """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``, or "xielu", which
     has parameters. A gate is multiplied by ``gate_scale`` before it, and the output by
     ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies. With
-    ``gate_cutoff`` a gate is what exceeds its mean by so many deviations, or 0.
+    ``gate_cutoff`` a gate is what exceeds its mean by so many deviations, or 0. With a ``limit``
+    activated gates go up to it, and ups are within it.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -185,6 +186,7 @@ class FeedForwardConfig(FeedForwardSpec):
     out_scale: float = 1.0
     norm: float | None = None
     gate_cutoff: float | None = None
+    limit: float | None = None
 
     def share(self, devices: int) -> FeedForwardConfig:
         """See ``MixerSpec``."""

@@ -82,7 +82,7 @@ ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2"),
-    *("vaultgemma", "recurrent_gemma"),
+    *("vaultgemma", "recurrent_gemma", "step3p5"),
 )
 # published files have other names
 RENAMED = (

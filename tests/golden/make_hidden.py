@@ -127,6 +127,7 @@ CASES = (
     "axk1",
     "dbrx",
     "laguna_elements",
+    "step3p5_alike",
     "mimo_v2_flash",
     "longcat_flash",
     "diffllama_pair",

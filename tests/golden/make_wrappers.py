@@ -153,6 +153,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"text_config": {"head_dim": 16, "rope_parameters": WIDE}},
     "qwen3_vl_moe": {"text_config": QWEN_EXPERTS},
     "smolvlm": {},
+    "step3p7": {
+        "text_config": {"pad_token_id": 0, "head_dim": 8, "mlp_layer_types": ["dense", "sparse"]},
+        "vision_config": PATCHES,
+    },
     "vibevoice_asr": {},
     "video_llama_3": {},
     "video_llava": {},

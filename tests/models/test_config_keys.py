@@ -140,6 +140,9 @@ READ_BY = {
     "minimax": {"num_local_experts"},
     "axk1": {"moe_intermediate_size", "num_local_experts"},
     "laguna": {*_COUNTS, "moe_intermediate_size"},
+    "step3p5": {
+        *("moe_intermediate_size", "num_local_experts", "use_qk_norm", "query_pre_attn_scalar"),
+    },
     "doge": {"num_experts"},  # of its mixtures, which "is_moe" tells apart
     "nemotron_h_experts": {"use_bias", "moe_intermediate_size", "num_local_experts"},
     "mimo_v2_flash": {"moe_intermediate_size", "num_local_experts", "attention_chunk_size"},
