@@ -28,9 +28,8 @@ from jaxinfer.nn.decoder_config import (
     FeedForwardSpec,
     LayerSpec,
     MixerSpec,
-    QKNormKind,
 )
-from jaxinfer.nn.layer_spec import NormKind
+from jaxinfer.nn.layer_spec import NormKind, QKNormKind
 from jaxinfer.nn.mixers.side_by_side_spec import SideBySideConfig
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
@@ -209,7 +208,7 @@ def outer_specs(
         for path, name, shape in (("project_in", into, (e, d)), ("project_out", back, (d, e))):
             own = (Source(f"{name}.weight", shape[::-1]),)
             specs.append(ParamSpec(path, ArraySpec(shape, (None, None)), own, transposed))
-    if config.embed_norm:
+    if config.embed_norm is True:
         specs += outer_norm("embed_norm", names.embed_norm, config, norms)
     specs += outer_norm("final_norm", names.final_norm, config, norms)
     if not config.tie_word_embeddings:

@@ -175,6 +175,7 @@ WITH_IMAGES = (
     "Gemma4UnifiedForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "Molmo2ForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Step3p7ForConditionalGeneration",

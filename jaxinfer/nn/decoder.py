@@ -148,7 +148,7 @@ class DecoderLayer(nn.Module):
             norms = [Norm(weights, row, own.eps, own.kind) for row in starts]
         places, none = NORM_PLACES[self.spec.norms], norms[0].as_none()
         before = [none if i is None else norms[i] for i in places[::2]]
-        after = [None if i is None else norms[i] for i in places[1::2]]
+        after = [None if i is None else replace(norms[i], eps=own.post_eps) for i in places[1::2]]
         return before[0], after[0], before[1], after[1]
 
 
@@ -364,7 +364,7 @@ class Decoder(nn.Module):
     def _outer_norm(self, name: str, eps: float | None = None) -> Norm:
         """A norm outside the layers, by the name of its parameter, with an epsilon of its own."""
         norms = replace(self.spec.norms, eps=eps or self.spec.norms.eps)
-        if norms.kind == "rms_plain":
+        if norms.kind == "rms_plain" or name == "embed_norm" and self.spec.embed_norm == "plain":
             return _plain_norm(self.spec.hidden_size, norms)
         weights = None if norms.kind == "layer_plain" else jnp.atleast_2d(param(self, name))
         return Norm(weights, 0, norms.eps, norms.kind)

@@ -23,6 +23,7 @@ from jaxinfer.nn.layer_spec import (
     NormKind,
     NormPlaces,
     NormSpec,
+    QKNormKind,
     SharedBlocksConfig,
 )
 from jaxinfer.nn.positions import Alibi, Sinusoids
@@ -79,18 +80,15 @@ class FeedForwardSpec(BlockSpec, Protocol):
         return self
 
 
-type QKNormKind = Literal["head", "all_heads", "rotated", "rotated_plain", "layer", "layers"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(BlockSpec):
     """Grouped-query attention.
 
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
-    ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head, or of all
-    heads together, or that of each "rotated" head ("rotated_plain": without weights); or before
-    rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a weight of
-    each ("layers"). With ``sinks`` each head has a logit beside its scores that takes part in the
+    ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head ("plain":
+    without weights), or of all heads together, or that of each "rotated" head ("rotated_plain"); or
+    before rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a
+    weight of each ("layers"). With ``sinks`` each head has a logit next to its scores in the
     softmax. With ``gate`` the output of each head is multiplied by ``gate_act`` of a projection of
     the token, with ``head_gate`` by one number. ``values`` says how values are made. Queries, keys
     and values are limited to ``clip`` and its negative, and queries grow with the position. Scores
@@ -313,10 +311,10 @@ class DecoderSpec:
 
     ``embed_scale`` multiplies embeddings, ``num_positions`` is the length of the table of learned
     positions (None without), whose row ``first_position`` is the first token's; ``sinusoids`` are a
-    table without parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they
-    have so many elements, and are projected to the stream. ``dtype`` is that of weights and
-    activations, ``norm_dtype`` that of norms (None: ``dtype``), ``final_norm_eps`` the epsilon of
-    the final norm (None: ``norm_eps``). ``layer_inputs`` are inputs of layers. With
+    table without parameters. With ``embed_norm`` embeddings have a norm ("plain": without weights);
+    with ``embed_width`` they have so many elements, and are projected to the stream. ``dtype`` is
+    that of weights and activations, ``norm_dtype`` that of norms (None: ``dtype``). Norms after
+    blocks and the final one may have an epsilon of their own (None: ``norm_eps``). With
     ``head_activation`` a matrix, this activation and a norm precede the head. Logits x, with a bias
     (``head_bias``) and times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
     """
@@ -330,12 +328,13 @@ class DecoderSpec:
     tie_word_embeddings: bool
     dtype: jnp.dtype
     norm_dtype: jnp.dtype | None = None
+    post_norm_eps: float | None = None
     final_norm_eps: float | None = None
     embed_scale: float | None = None
     num_positions: int | None = None
     first_position: int = 0
     sinusoids: Sinusoids | None = None
-    embed_norm: bool = False
+    embed_norm: bool | Literal["plain"] = False
     embed_width: int | None = None
     residual: ResidualSpec = PlainResidual()
     layer_inputs: LayerInputsConfig | SharedBlocksConfig | None = None
@@ -365,7 +364,7 @@ class DecoderSpec:
     @property
     def norms(self) -> NormSpec:
         """The norms of the residual stream."""
-        return NormSpec(self.norm, self.norm_eps, self.norm_dtype or self.dtype)
+        return NormSpec(self.norm, self.norm_eps, self.norm_dtype or self.dtype, self.post_norm_eps)
 
     @property
     def stream_width(self) -> int:

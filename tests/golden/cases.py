@@ -176,6 +176,11 @@ TOWER = merged(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hid
 VISION = merged(TOWER, patch_size=2, num_position_embeddings=4)
 EXAONE_VISION = merged(TOWER, num_key_value_heads=2, fullatt_block_indexes=[0])
 ENCODER = merged(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+MUSE = merged(
+    vision_config=merged(ENCODER, pos_emb_height=2, pos_emb_width=2, patch_size=4),
+    out_hidden_size=32,
+    projector_hidden_size=8,
+)
 MOLMO2_VISION = merged(ENCODER, num_key_value_heads=2, head_dim=4, image_size=[4, 4], patch_size=2)
 MOLMO2_ADAPTER = merged(
     hidden_size=8,
@@ -683,6 +688,14 @@ CASES = {
         sliding_attention=HALF_ROTARY), layer_types=kinds("sf"), sliding_window=5, num_experts=3,
         num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20,
         tie_word_embeddings=True),
+    "muse_glimmer": case("muse_glimmer", MUSE,
+        text_config=merged(BARE, num_hidden_layers=4, head_dim=16, sliding_window=7,
+        layer_types=kinds("sfsf"), layer_rope_theta=[0, 10000.0, 10000.0, 0], post_norm_eps=1e-2,
+        hidden_activation="gelu_pytorch_tanh", final_logit_softcapping=3.0,
+        output_multiplier=0.7, qk_scale_factor=1.5)),
+    "muse_glimmer_plain": case("muse_glimmer", MUSE,
+        text_config=merged(SIZES, num_hidden_layers=5, head_dim=8, sliding_window=5,
+        rope_parameters=LINEAR_ROPE)),
     "step3p5": case("step3p7", vision_config=merged(ENCODER, image_size=8, patch_size=4),
         text_config=merged(SIZES, num_hidden_layers=4, head_dim=16, pad_token_id=0,
         num_nextn_predict_layers=1, layer_types=kinds("fssff"), moe_layers_enum="1,2",

@@ -128,6 +128,7 @@ CASES = (
     "dbrx",
     "laguna_elements",
     "step3p5_alike",
+    "muse_glimmer",
     "mimo_v2_flash",
     "longcat_flash",
     "diffllama_pair",

@@ -136,6 +136,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": {**TOKENS, "num_hidden_layers": 4, "cross_attention_layers": [1]},
     },
     "moss_transcribe_diarize": {},
+    "muse_glimmer": {
+        **{"vision_config": {"pos_emb_height": 2, "pos_emb_width": 2, "patch_size": 4}},
+        **{"text_config": {"head_dim": 8}, "out_hidden_size": 32, "projector_hidden_size": 8},
+    },
     "nemotron_h_omni": {
         "text_config": {**NEMOTRON_H, "hybrid_override_pattern": "M*-"},
         "vision_config": {"mlp_ratio": 1.0, "video_temporal_patch_size": 2},

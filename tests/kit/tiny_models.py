@@ -1003,6 +1003,14 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 20,
         },
+        "muse_glimmer": {
+            **_DECODER,
+            "architectures": ["MuseGlimmerForConditionalGeneration"],
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "post_norm_eps": 1e-3,
+        },
         "step3p5": {
             **{k: v for k, v in _DECODER.items() if k != "num_key_value_heads"},
             "architectures": ["Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"],
@@ -1299,7 +1307,7 @@ LIKE_OTHERS = (
     *("lfm2", "lfm2_moe", "nemotron_h", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
     *("falcon_mamba", "jamba", "olmo_hybrid", "minimax"),
     *("bailing", "bailing_v2", "bailing_linear", "bailing_v2_5", "axk1", "dbrx"),
-    *("laguna", "gemma3n", "step3p5"),
+    *("laguna", "gemma3n", "step3p5", "muse_glimmer"),
     *("nemotron_h_experts",),
     *("mimo_v2_flash",),
     *("longcat_flash",),

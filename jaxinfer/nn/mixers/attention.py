@@ -101,7 +101,7 @@ class Attention(nn.Module):
         if c.gate:
             gates, qkv = jnp.split(qkv, (c.num_heads * c.head_dim,), axis=1)
         norms = None
-        if c.qk_norm == "rotated_plain":
+        if c.qk_norm in ("plain", "rotated_plain"):
             norms = jnp.ones((2, c.head_dim), qkv.dtype)
         elif c.qk_norm is not None:
             norms = param(self, "qk_norms")
@@ -116,7 +116,7 @@ class Attention(nn.Module):
             heads = on_heads.grown(heads, c.growth, c.num_kv_heads, ctx.positions)
         if norms is not None and c.qk_norm in ("layer", "layers"):
             heads, norms = on_heads.layer_norms(heads, norms, c, norm.eps, ctx), None
-        if norms is not None and (c.rope is None or c.qk_norm != "head"):
+        if norms is not None and (c.rope is None or c.qk_norm not in ("head", "plain")):
             heads = on_heads.normalised(heads, norms, c, norm.eps, ctx)
             ctx, norms = replace(ctx, angles=()), None
         out, state = attend(
