@@ -157,6 +157,7 @@ _MODULES = (
     ("LongcatFlashForCausalLM", "jaxinfer.models.longcat_flash"),
     ("MiMoV2FlashForCausalLM", "jaxinfer.models.mimo_v2_flash"),
     ("LagunaForCausalLM", "jaxinfer.models.laguna"),
+    ("ChameleonForConditionalGeneration", "jaxinfer.models.chameleon"),
     ("MuseGlimmerForConditionalGeneration", "jaxinfer.models.muse_glimmer"),
     ("Step3p5ForCausalLM", "jaxinfer.models.step3p5"),
     ("Step3p7ForConditionalGeneration", "jaxinfer.models.step3p5"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.nn.block import BlockSpec, QueryGrowth, StepShape, kv_part, part
+from jaxinfer.nn.block import BlockSpec, MixerSpec, QueryGrowth, StepShape, kv_part, part
 from jaxinfer.nn.layer_spec import (
     BlockFactors,
     LayerEndConfig,
@@ -36,32 +36,6 @@ from pallas_kernels.route.routing import Routing
 
 if TYPE_CHECKING:
     import flax.linen as nn
-
-
-class MixerSpec(BlockSpec, Protocol):
-    """The mixer of a layer; its module is called like ``mixers.attention.Attention``.
-
-    A spec without rope inherits this class, one with a field ``rope`` inherits ``BlockSpec``.
-    """
-
-    @property
-    def rope(self) -> RopeConfig | None:
-        """The rope config whose rotation tables the layer uses. The default is None."""
-        return None
-
-    def for_context(self, length: int) -> Self:
-        """The mixer for an engine with context length ``length``. The default is itself."""
-        del length
-        return self
-
-    def state(self, dtype: jnp.dtype) -> LayerState:
-        """The layer state."""
-        ...
-
-    def with_pages(self, dtype: jnp.dtype) -> Self | None:
-        """The mixer with pages of ``dtype``. The default is None: they have no other form."""
-        del dtype
-        return None
 
 
 class FeedForwardSpec(BlockSpec, Protocol):
@@ -88,14 +62,16 @@ class AttentionConfig(BlockSpec):
     ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head ("plain":
     without weights), or of all heads together, or that of each "rotated" head ("rotated_plain"); or
     before rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a
-    weight of each ("layers"). With ``sinks`` each head has a logit next to its scores in the
-    softmax. With ``gate`` the output of each head is multiplied by ``gate_act`` of a projection of
-    the token, with ``head_gate`` by one number. ``values`` says how values are made. Queries, keys
-    and values are limited to ``clip`` and its negative, and queries grow with the position. Scores
-    x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the
-    epsilon of an RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as
-    keys) are stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype``
-    is that of pages (None: the decoder's). With ``chunk``, tokens attend within chunks of so many.
+    weight of each ("layers"), or both of each ("layers_bias"). LayerNorms have the epsilon
+    ``qk_norm_eps`` (None: that of the layer's norms). With ``sinks`` each head has a logit next to
+    its scores in the softmax. With ``gate`` the output of each head is multiplied by ``gate_act``
+    of a projection of the token, with ``head_gate`` by one number. ``values`` says how values are
+    made. Queries, keys and values are limited to ``clip`` and its negative, and queries grow with
+    the position. Scores x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores.
+    ``out_norm`` is the epsilon of an RMS norm of all heads' outputs. Values of ``own_value_dim``
+    components (None: as keys) are stored with zeros behind them, and are multiplied by
+    ``value_scale``. ``page_dtype`` is that of pages (None: the decoder's). With ``chunk``, tokens
+    attend within chunks of so many.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -110,6 +86,7 @@ class AttentionConfig(BlockSpec):
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: QKNormKind | None = None
+    qk_norm_eps: float | None = None
     sinks: bool = False
     gate: bool = False
     head_gate: bool = False
@@ -316,7 +293,8 @@ class DecoderSpec:
     that of weights and activations, ``norm_dtype`` that of norms (None: ``dtype``). Norms after
     blocks and the final one may have an epsilon of their own (None: ``norm_eps``). With
     ``head_activation`` a matrix, this activation and a norm precede the head. Logits x, with a bias
-    (``head_bias``) and times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
+    (``head_bias``) and times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c. Those of
+    ``never``, ranges of tokens, are the least number.
     """
 
     vocab_size: int
@@ -341,6 +319,7 @@ class DecoderSpec:
     logit_cap: float | None = None
     logit_scale: float | None = None
     head_bias: bool = False
+    never: tuple[tuple[int, int], ...] = ()
     head_activation: str | None = None
     own_layout: StateLayout | None = field(default=None, compare=False, repr=False)  # of a share
 

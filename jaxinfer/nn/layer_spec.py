@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 type NormKind = Literal["rms", "rms_plain", "layer", "layer_weight", "layer_plain"]
 # See ``AttentionConfig`` of ``nn.decoder_config``.
 type QKNormKind = Literal[
-    "head", "plain", "all_heads", "rotated", "rotated_plain", "layer", "layers"
+    "head", "plain", "all_heads", "rotated", "rotated_plain", "layer", "layers", "layers_bias"
 ]
 # Where a layer has norms: see ``LayerSpec`` of ``nn.decoder_config``.
 type NormPlaces = Literal["before", "after", "both", "shared", "ffn_both", "ffn"]

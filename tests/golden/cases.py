@@ -176,6 +176,12 @@ TOWER = merged(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hid
 VISION = merged(TOWER, patch_size=2, num_position_embeddings=4)
 EXAONE_VISION = merged(TOWER, num_key_value_heads=2, fullatt_block_indexes=[0])
 ENCODER = merged(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+CHAMELEON = merged(
+    vq_config=merged(
+        **{"embed_dim": 4, "num_embeddings": 8, "latent_channels": 4, "resolution": 8},
+        **{"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1},
+    )
+)
 MUSE = merged(
     vision_config=merged(ENCODER, pos_emb_height=2, pos_emb_width=2, patch_size=4),
     out_hidden_size=32,
@@ -688,6 +694,11 @@ CASES = {
         sliding_attention=HALF_ROTARY), layer_types=kinds("sf"), sliding_window=5, num_experts=3,
         num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20,
         tie_word_embeddings=True),
+    "chameleon": case("chameleon", SIZES, CHAMELEON, attention_bias=True, mlp_bias=True,
+        rms_norm_eps=1e-2, vocabulary_map={"<image>": 3, "IMGIMGA": 5, "IMGIMGB": 6, "IMGIMGC": 9,
+        "a": 10}),
+    "chameleon_swin": case("chameleon", SIZES, CHAMELEON, swin_norm=True,
+        vocabulary_map={"<image>": 3}, rope_parameters=LINEAR_ROPE),
     "muse_glimmer": case("muse_glimmer", MUSE,
         text_config=merged(BARE, num_hidden_layers=4, head_dim=16, sliding_window=7,
         layer_types=kinds("sfsf"), layer_rope_theta=[0, 10000.0, 10000.0, 0], post_norm_eps=1e-2,

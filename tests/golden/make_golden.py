@@ -74,6 +74,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "zamba_heads": 1,
     "zamba2": 13,
 }
+FLAT_WITH_IMAGES = ("chameleon",)  # without a config of the text decoder alone
 HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head.weight")
 HEADS += ("decoder.weight",)
 FREE_STEPS = (0.0, float("inf"))
@@ -206,7 +207,8 @@ def make(name: str, config: PreTrainedConfig) -> None:
     """One file."""
     torch.manual_seed(0)
     text = config.get_text_config()
-    auto = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+    is_text = text is config and config.model_type not in FLAT_WITH_IMAGES
+    auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     attention = IMPLEMENTATIONS.get(name, "eager")
     model = auto.from_config(config, attn_implementation=attention).float().eval()
     generator = torch.Generator().manual_seed(SEEDS.get(name, 0))

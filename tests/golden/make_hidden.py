@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from internlm2 import unpacked
+from make_golden import FLAT_WITH_IMAGES
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -129,6 +130,7 @@ CASES = (
     "laguna_elements",
     "step3p5_alike",
     "muse_glimmer",
+    "chameleon_swin",
     "mimo_v2_flash",
     "longcat_flash",
     "diffllama_pair",
@@ -163,7 +165,7 @@ def make(name: str) -> None:
     if name == "internlm2":  # transformers has no class of it
         facts["attention_bias"] = facts.pop("bias")
     config = AutoConfig.for_model(facts.pop("model_type"), **facts)
-    is_text = config.get_text_config() is config
+    is_text = config.get_text_config() is config and config.model_type not in FLAT_WITH_IMAGES
     auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     weights = {k.removeprefix("weights/"): t for k, t in tensors.items() if k.startswith("weig")}
     if name == "internlm2":

@@ -1003,6 +1003,12 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 20,
         },
+        "chameleon": {
+            **_DECODER,
+            "architectures": ["ChameleonForConditionalGeneration"],
+            "swin_norm": True,
+            "vocabulary_map": {"<image>": 3, "IMGIMGA": 5, "IMGIMGB": 6, "IMGIMGC": 9, "a": 10},
+        },
         "muse_glimmer": {
             **_DECODER,
             "architectures": ["MuseGlimmerForConditionalGeneration"],
@@ -1307,7 +1313,7 @@ LIKE_OTHERS = (
     *("lfm2", "lfm2_moe", "nemotron_h", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
     *("falcon_mamba", "jamba", "olmo_hybrid", "minimax"),
     *("bailing", "bailing_v2", "bailing_linear", "bailing_v2_5", "axk1", "dbrx"),
-    *("laguna", "gemma3n", "step3p5", "muse_glimmer"),
+    *("laguna", "gemma3n", "step3p5", "muse_glimmer", "chameleon"),
     *("nemotron_h_experts",),
     *("mimo_v2_flash",),
     *("longcat_flash",),
