@@ -28,9 +28,8 @@ from jaxinfer.nn.decoder_config import (
     FeedForwardSpec,
     LayerSpec,
     MixerSpec,
-    QKNormKind,
 )
-from jaxinfer.nn.layer_spec import NormKind
+from jaxinfer.nn.layer_spec import NormKind, QKNormKind
 from jaxinfer.nn.mixers.side_by_side_spec import SideBySideConfig
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
@@ -209,7 +208,7 @@ def outer_specs(
         for path, name, shape in (("project_in", into, (e, d)), ("project_out", back, (d, e))):
             own = (Source(f"{name}.weight", shape[::-1]),)
             specs.append(ParamSpec(path, ArraySpec(shape, (None, None)), own, transposed))
-    if config.embed_norm:
+    if config.embed_norm is True:
         specs += outer_norm("embed_norm", names.embed_norm, config, norms)
     specs += outer_norm("final_norm", names.final_norm, config, norms)
     if not config.tie_word_embeddings:
@@ -362,11 +361,14 @@ def _head_specs(
     elif mixer.qk_norm == "layer":
         own = tuple(f"{name}.{kind}" for name in names.qk_norms for kind in ("weight", "bias"))
         yield _norm_stack(path + "qk_norms", source, own, mixer.head_dim, config, norms, rows(1))
-    elif mixer.qk_norm == "layers":
+    elif mixer.qk_norm in ("layers", "layers_bias"):
         counts = (mixer.num_heads, mixer.num_kv_heads)
         axis = Fused("heads", tuple(count * mixer.head_dim for count in counts), counts)
         array = ArraySpec((sum(axis.widths),), (axis,), config.norm_dtype)
-        yield ParamSpec(path + "qk_norms", array, _head_norms(source, mixer, names, rows(1)), join)
+        own = partial(_head_norms, source, mixer, names, rows(1))
+        yield ParamSpec(path + "qk_norms", array, own("weight"), join)
+        if mixer.qk_norm == "layers_bias":
+            yield ParamSpec(path + "qk_norm_biases", array, own("bias"), join)
     elif mixer.qk_norm == "all_heads":
         widths = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
         axis = Fused("heads", widths, (mixer.num_heads, mixer.num_kv_heads))
@@ -379,9 +381,9 @@ def _head_specs(
 
 
 def _head_norms(
-    source: str, mixer: AttentionConfig, names: TensorNames, order: RotaryRows | None
+    source: str, mixer: AttentionConfig, names: TensorNames, order: RotaryRows | None, kind: str
 ) -> tuple[Source, ...]:
-    """The weights of a norm of each head: tensors of their own, or parts of two."""
+    """The weights or biases of a norm of each head: tensors of their own, or parts of two."""
     heads = [
         (f"{source}{name}", count, i)
         for name, count in zip(names.qk_norms, (mixer.num_heads, mixer.num_kv_heads), strict=True)
@@ -389,5 +391,5 @@ def _head_norms(
     ]
     width = mixer.head_dim
     if names.stacked_norms:
-        return tuple(Source(f"{n}.weight", (c, width), part=i, rows=order) for n, c, i in heads)
-    return tuple(Source(f"{n}.norms.{i}.weight", (width,), rows=order) for n, _, i in heads)
+        return tuple(Source(f"{n}.{kind}", (c, width), part=i, rows=order) for n, c, i in heads)
+    return tuple(Source(f"{n}.norms.{i}.{kind}", (width,), rows=order) for n, _, i in heads)

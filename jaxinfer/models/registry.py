@@ -127,6 +127,7 @@ _MODULES = (
     ("BloomForCausalLM", "jaxinfer.models.bloom"),
     ("MptForCausalLM", "jaxinfer.models.mpt"),
     ("MPTForCausalLM", "jaxinfer.models.mpt"),  # of the published files
+    ("InternLM2ForCausalLM", "jaxinfer.models.internlm2"),
     ("InternLM3ForCausalLM", "jaxinfer.models.internlm3"),
     ("IQuestCoderForCausalLM", "jaxinfer.models.llama"),
     ("NanoChatForCausalLM", "jaxinfer.models.nanochat"),
@@ -159,6 +160,10 @@ _MODULES = (
     ("LongcatFlashForCausalLM", "jaxinfer.models.longcat_flash"),
     ("MiMoV2FlashForCausalLM", "jaxinfer.models.mimo_v2_flash"),
     ("LagunaForCausalLM", "jaxinfer.models.laguna"),
+    ("ChameleonForConditionalGeneration", "jaxinfer.models.chameleon"),
+    ("MuseGlimmerForConditionalGeneration", "jaxinfer.models.muse_glimmer"),
+    ("Step3p5ForCausalLM", "jaxinfer.models.step3p5"),
+    ("Step3p7ForConditionalGeneration", "jaxinfer.models.step3p5"),
     ("Lfm3ForCausalLM", "jaxinfer.models.lfm3"),
     ("FlintForCausalLM", "jaxinfer.models.flint"),
     ("DogeForCausalLM", "jaxinfer.models.doge"),

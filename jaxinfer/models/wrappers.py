@@ -107,6 +107,7 @@ TEXT_MODELS = (
     ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     ("hunyuan_vl_text", "HunYuanDenseV1ForCausalLM"),
     ("hyperclovax", "HyperCLOVAXForCausalLM"),
+    ("internlm2", "InternLM2ForCausalLM"),  # of InternVL 1.5 and 2
     ("lfm2", "Lfm2ForCausalLM"),
     ("lfm2_moe", "Lfm2MoeForCausalLM"),
     ("lfm3", "Lfm3ForCausalLM"),
@@ -174,8 +175,10 @@ WITH_IMAGES = (
     "Gemma4UnifiedForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "Molmo2ForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Step3p7ForConditionalGeneration",
 )
 
 

@@ -10,7 +10,10 @@ from jaxinfer.core.errors import ConfigError
 if TYPE_CHECKING:
     import flax.linen as nn
     import jax
+    import jax.numpy as jnp
 
+    from jaxinfer.nn.rope import RopeConfig
+    from jaxinfer.nn.state import LayerState
     from pallas_kernels.harness.pins import Pins
 
 
@@ -104,3 +107,29 @@ class BlockSpec(Protocol):
         """
         del params, step
         return 0
+
+
+class MixerSpec(BlockSpec, Protocol):
+    """The mixer of a layer; its module is called like ``mixers.attention.Attention``.
+
+    A spec without rope inherits this class, one with a field ``rope`` inherits ``BlockSpec``.
+    """
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """The rope config whose rotation tables the layer uses. The default is None."""
+        return None
+
+    def for_context(self, length: int) -> Self:
+        """The mixer for an engine with context length ``length``. The default is itself."""
+        del length
+        return self
+
+    def state(self, dtype: jnp.dtype) -> LayerState:
+        """The layer state."""
+        ...
+
+    def with_pages(self, dtype: jnp.dtype) -> Self | None:
+        """The mixer with pages of ``dtype``. The default is None: they have no other form."""
+        del dtype
+        return None

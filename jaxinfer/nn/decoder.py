@@ -26,20 +26,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.nn.between_blocks import at_point, output, without_block
 from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec
 from jaxinfer.nn.layer_spec import NORM_PLACES, BlockFactors, NormSpec
 from jaxinfer.nn.linear import (
-    Carried,
     Norm,
     Outputs,
     Stream,
     added,
     layer_norm,
     normalised,
-    outputs_of,
     scaled,
-    whole,
 )
 from jaxinfer.nn.points import GivenPoints, Points
 from jaxinfer.nn.residual import Add
@@ -78,34 +76,34 @@ class DecoderLayer(nn.Module):
         for block in (mixer, ffn):
             if block is not None:
                 nn.share_scope(self, block)
-        stream = _at("resid_pre", stream.with_peers(ctx.peers), ctx)
+        stream = at_point("resid_pre", stream.with_peers(ctx.peers), ctx)
         if self.spec.parallel:
             stream, state = self._side_by_side(mixer, ffn, stream, state, ctx, only)
-            return _at("resid_post", stream, ctx).with_peers(None), state
+            return at_point("resid_post", stream, ctx).with_peers(None), state
         if mixer is None:
-            stream = _without_block("attn_out", stream, ctx, only)
+            stream = without_block("attn_out", stream, ctx, only)
         else:
             own, add = self.residual.module("mixer_residual").read(stream, only)
             before = norms[0]
             if spec.on_norms is not None:
                 own, before, add = _on_norm(own, before, spec.on_norms[0], ctx)
             x, delta, state = mixer(own, before, state, ctx, only)
-            stream = add(x, _output("attn_out", x, delta, norms[1], ctx))
-        stream = _at("resid_mid", stream, ctx)
+            stream = add(x, output("attn_out", x, delta, norms[1], ctx))
+        stream = at_point("resid_mid", stream, ctx)
         if ffn is None:
-            stream = _without_block("mlp_out", stream, ctx)
+            stream = without_block("mlp_out", stream, ctx)
         else:
             own, add = self.residual.module("ffn_residual").read(stream, None)
             before, own_ctx = norms[2], ctx if only is None else ctx.of_tokens(only)
             if spec.on_norms is not None:
                 own, before, add = _on_norm(own, before, spec.on_norms[1], own_ctx)
             x, delta = ffn(own, before, own_ctx)
-            stream = add(x, _output("mlp_out", x, delta, norms[3], ctx))
+            stream = add(x, output("mlp_out", x, delta, norms[3], ctx))
         if self.spec.end is not None:
             end = self.spec.end.module()
             nn.share_scope(self, end)
             stream = end(stream, self.norm.eps, ctx if only is None else ctx.of_tokens(only))
-        return _at("resid_post", stream, ctx).with_peers(None), state
+        return at_point("resid_post", stream, ctx).with_peers(None), state
 
     def _side_by_side(
         self,
@@ -128,10 +126,10 @@ class DecoderLayer(nn.Module):
         if self.spec.norms == "before":
             _, h = normalised(Stream(x), second, own)
         _, other = ffn(Stream(h), second.as_none(), own)
-        delta = _output("attn_out", x, delta, None, ctx)
-        other = _output("mlp_out", x, other, None, ctx)
+        delta = output("attn_out", x, delta, None, ctx)
+        other = output("mlp_out", x, other, None, ctx)
         if ctx.uses("resid_mid"):  # the stream and the mixer's output, which no block reads
-            return add(_at("resid_mid", add(x, delta), ctx).total(ctx.pins), other), state
+            return add(at_point("resid_mid", add(x, delta), ctx).total(ctx.pins), other), state
         assert not isinstance(delta, Outputs) and not isinstance(other, Outputs)
         return add(x, added(delta, other)), state
 
@@ -148,7 +146,7 @@ class DecoderLayer(nn.Module):
             norms = [Norm(weights, row, own.eps, own.kind) for row in starts]
         places, none = NORM_PLACES[self.spec.norms], norms[0].as_none()
         before = [none if i is None else norms[i] for i in places[::2]]
-        after = [None if i is None else norms[i] for i in places[1::2]]
+        after = [None if i is None else replace(norms[i], eps=own.post_eps) for i in places[1::2]]
         return before[0], after[0], before[1], after[1]
 
 
@@ -191,56 +189,6 @@ class DecoderLayerWithPoints(DecoderLayer):
 # Equal layers share one trace.
 SharedLayer = nn.jit(DecoderLayer)
 SharedLayerWithPoints = nn.jit(DecoderLayerWithPoints, static_argnums=5)
-
-
-def _at(point: str, stream: Stream, ctx: StepContext) -> Stream:
-    """The stream at a point; it stays as it is unless it is replaced.
-
-    A shift is added to the output that is still to be added, so that for tokens without one the
-    next kernel adds what it adds without points, in its own order.
-    """
-    if not ctx.uses(point):
-        return stream
-    if stream.delta is None or isinstance(stream.delta, Outputs):
-        stream = Stream(ctx.shifted(point, stream.total(ctx.pins)))
-    else:
-        stream = Stream(stream.x, ctx.shifted(point, whole(stream.delta)))
-    total = stream.total()
-    new = ctx.seen(point, total)
-    return stream if new is total else Stream(new)
-
-
-def _without_block(
-    point: str,
-    stream: Stream,
-    ctx: StepContext,
-    only: jax.Array | None = None,  # int32[B]
-) -> Stream:
-    """The stream after a block that the layer does not have, whose output is zeros."""
-    if only is not None:
-        stream = Stream(take_rows(stream.total(ctx.pins), only))
-    if not ctx.uses(point):
-        return stream
-    x = stream.total(ctx.pins)
-    return Stream(x, _output(point, x, jnp.zeros_like(x), None, ctx))
-
-
-def _output(point: str, x: jax.Array, delta: Any, post: Norm | None, ctx: StepContext) -> Any:
-    """A block's output with the block's post norm if there is one; ``x`` is its input."""
-    if isinstance(delta, Carried):
-        return replace(delta, output=_output(point, x, delta.output, post, ctx))
-    if post is not None and post.kind == "rms":
-        delta = outputs_of(delta, post)
-    elif post is not None:
-        _, delta = normalised(Stream(jnp.zeros_like(x), delta), post, ctx)
-    if isinstance(delta, Outputs):
-        delta = delta.alone(x, ctx) if ctx.uses(point) else delta
-    if isinstance(delta, Outputs) or not ctx.uses(point):
-        return delta
-    delta = ctx.shifted(point, whole(delta))
-    total = Stream(jnp.zeros_like(x), delta).total()
-    new = ctx.seen(point, total)
-    return delta if new is total else new
 
 
 class Decoder(nn.Module):
@@ -362,7 +310,7 @@ class Decoder(nn.Module):
     def _outer_norm(self, name: str, eps: float | None = None) -> Norm:
         """A norm outside the layers, by the name of its parameter, with an epsilon of its own."""
         norms = replace(self.spec.norms, eps=eps or self.spec.norms.eps)
-        if norms.kind == "rms_plain":
+        if norms.kind == "rms_plain" or name == "embed_norm" and self.spec.embed_norm == "plain":
             return _plain_norm(self.spec.hidden_size, norms)
         weights = None if norms.kind == "layer_plain" else jnp.atleast_2d(param(self, name))
         return Norm(weights, 0, norms.eps, norms.kind)
@@ -391,8 +339,10 @@ class Decoder(nn.Module):
             logits = logits * scale
         if (cap := self.spec.logit_cap) is not None:
             logits = cap * jnp.tanh(logits / cap)
-        if axis is None:
-            return logits
-        # the last devices may have zeros behind the vocabulary
-        own = AllGatherArgs(x=logits, columns=self.spec.vocab_size, peers=peers, axis=axis)
-        return all_gather(own, pins.of("all_gather"))
+        if axis is not None:
+            # the last devices may have zeros behind the vocabulary
+            own = AllGatherArgs(x=logits, columns=self.spec.vocab_size, peers=peers, axis=axis)
+            logits = all_gather(own, pins.of("all_gather"))
+        for start, stop in self.spec.never:
+            logits = logits.at[..., start:stop].set(jnp.finfo(logits.dtype).min)
+        return logits

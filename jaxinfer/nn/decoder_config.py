@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.nn.block import BlockSpec, QueryGrowth, StepShape, kv_part, part
+from jaxinfer.nn.block import BlockSpec, MixerSpec, QueryGrowth, StepShape, kv_part, part
 from jaxinfer.nn.layer_spec import (
     BlockFactors,
     LayerEndConfig,
@@ -23,6 +23,7 @@ from jaxinfer.nn.layer_spec import (
     NormKind,
     NormPlaces,
     NormSpec,
+    QKNormKind,
     SharedBlocksConfig,
 )
 from jaxinfer.nn.positions import Alibi, Sinusoids
@@ -35,32 +36,6 @@ from pallas_kernels.route.routing import Routing
 
 if TYPE_CHECKING:
     import flax.linen as nn
-
-
-class MixerSpec(BlockSpec, Protocol):
-    """The mixer of a layer; its module is called like ``mixers.attention.Attention``.
-
-    A spec without rope inherits this class, one with a field ``rope`` inherits ``BlockSpec``.
-    """
-
-    @property
-    def rope(self) -> RopeConfig | None:
-        """The rope config whose rotation tables the layer uses. The default is None."""
-        return None
-
-    def for_context(self, length: int) -> Self:
-        """The mixer for an engine with context length ``length``. The default is itself."""
-        del length
-        return self
-
-    def state(self, dtype: jnp.dtype) -> LayerState:
-        """The layer state."""
-        ...
-
-    def with_pages(self, dtype: jnp.dtype) -> Self | None:
-        """The mixer with pages of ``dtype``. The default is None: they have no other form."""
-        del dtype
-        return None
 
 
 class FeedForwardSpec(BlockSpec, Protocol):
@@ -79,25 +54,24 @@ class FeedForwardSpec(BlockSpec, Protocol):
         return self
 
 
-type QKNormKind = Literal["head", "all_heads", "rotated", "rotated_plain", "layer", "layers"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(BlockSpec):
     """Grouped-query attention.
 
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
-    ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head, or of all
-    heads together, or that of each "rotated" head ("rotated_plain": without weights); or before
-    rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a weight of
-    each ("layers"). With ``sinks`` each head has a logit beside its scores that takes part in the
-    softmax. With ``gate`` the output of each head is multiplied by ``gate_act`` of a projection of
-    the token, with ``head_gate`` by one number. ``values`` says how values are made. Queries, keys
-    and values are limited to ``clip`` and its negative, and queries grow with the position. Scores
-    x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the
-    epsilon of an RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as
-    keys) are stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype``
-    is that of pages (None: the decoder's). With ``chunk``, tokens attend within chunks of so many.
+    ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head ("plain":
+    without weights), or of all heads together, or that of each "rotated" head ("rotated_plain"); or
+    before rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a
+    weight of each ("layers"), or both of each ("layers_bias"). LayerNorms have the epsilon
+    ``qk_norm_eps`` (None: that of the layer's norms). With ``sinks`` each head has a logit next to
+    its scores in the softmax. With ``gate`` the output of each head is multiplied by ``gate_act``
+    of a projection of the token, with ``head_gate`` by one number. ``values`` says how values are
+    made. Queries, keys and values are limited to ``clip`` and its negative, and queries grow with
+    the position. Scores x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores.
+    ``out_norm`` is the epsilon of an RMS norm of all heads' outputs. Values of ``own_value_dim``
+    components (None: as keys) are stored with zeros behind them, and are multiplied by
+    ``value_scale``. ``page_dtype`` is that of pages (None: the decoder's). With ``chunk``, tokens
+    attend within chunks of so many.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -112,6 +86,7 @@ class AttentionConfig(BlockSpec):
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: QKNormKind | None = None
+    qk_norm_eps: float | None = None
     sinks: bool = False
     gate: bool = False
     head_gate: bool = False
@@ -173,7 +148,8 @@ class FeedForwardConfig(FeedForwardSpec):
     """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``, or "xielu", which
     has parameters. A gate is multiplied by ``gate_scale`` before it, and the output by
     ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies. With
-    ``gate_cutoff`` a gate is what exceeds its mean by so many deviations, or 0.
+    ``gate_cutoff`` a gate is what exceeds its mean by so many deviations, or 0. With a ``limit``
+    activated gates go up to it, and ups are within it.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -185,6 +161,7 @@ class FeedForwardConfig(FeedForwardSpec):
     out_scale: float = 1.0
     norm: float | None = None
     gate_cutoff: float | None = None
+    limit: float | None = None
 
     def share(self, devices: int) -> FeedForwardConfig:
         """See ``MixerSpec``."""
@@ -311,12 +288,13 @@ class DecoderSpec:
 
     ``embed_scale`` multiplies embeddings, ``num_positions`` is the length of the table of learned
     positions (None without), whose row ``first_position`` is the first token's; ``sinusoids`` are a
-    table without parameters. With ``embed_norm`` embeddings have a norm; with ``embed_width`` they
-    have so many elements, and are projected to the stream. ``dtype`` is that of weights and
-    activations, ``norm_dtype`` that of norms (None: ``dtype``), ``final_norm_eps`` the epsilon of
-    the final norm (None: ``norm_eps``). ``layer_inputs`` are inputs of layers. With
+    table without parameters. With ``embed_norm`` embeddings have a norm ("plain": without weights);
+    with ``embed_width`` they have so many elements, and are projected to the stream. ``dtype`` is
+    that of weights and activations, ``norm_dtype`` that of norms (None: ``dtype``). Norms after
+    blocks and the final one may have an epsilon of their own (None: ``norm_eps``). With
     ``head_activation`` a matrix, this activation and a norm precede the head. Logits x, with a bias
-    (``head_bias``) and times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
+    (``head_bias``) and times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c. Those of
+    ``never``, ranges of tokens, are the least number.
     """
 
     vocab_size: int
@@ -328,18 +306,20 @@ class DecoderSpec:
     tie_word_embeddings: bool
     dtype: jnp.dtype
     norm_dtype: jnp.dtype | None = None
+    post_norm_eps: float | None = None
     final_norm_eps: float | None = None
     embed_scale: float | None = None
     num_positions: int | None = None
     first_position: int = 0
     sinusoids: Sinusoids | None = None
-    embed_norm: bool = False
+    embed_norm: bool | Literal["plain"] = False
     embed_width: int | None = None
     residual: ResidualSpec = PlainResidual()
     layer_inputs: LayerInputsConfig | SharedBlocksConfig | None = None
     logit_cap: float | None = None
     logit_scale: float | None = None
     head_bias: bool = False
+    never: tuple[tuple[int, int], ...] = ()
     head_activation: str | None = None
     own_layout: StateLayout | None = field(default=None, compare=False, repr=False)  # of a share
 
@@ -363,7 +343,7 @@ class DecoderSpec:
     @property
     def norms(self) -> NormSpec:
         """The norms of the residual stream."""
-        return NormSpec(self.norm, self.norm_eps, self.norm_dtype or self.dtype)
+        return NormSpec(self.norm, self.norm_eps, self.norm_dtype or self.dtype, self.post_norm_eps)
 
     @property
     def stream_width(self) -> int:

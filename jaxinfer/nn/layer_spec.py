@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 # An RMS norm with and without weight; LayerNorm with weight and bias, with a weight alone, and
 # without parameters.
 type NormKind = Literal["rms", "rms_plain", "layer", "layer_weight", "layer_plain"]
+# See ``AttentionConfig`` of ``nn.decoder_config``.
+type QKNormKind = Literal[
+    "head", "plain", "all_heads", "rotated", "rotated_plain", "layer", "layers", "layers_bias"
+]
 # Where a layer has norms: see ``LayerSpec`` of ``nn.decoder_config``.
 type NormPlaces = Literal["before", "after", "both", "shared", "ffn_both", "ffn"]
 # Which of a layer's norms are before and after its mixer, before and after its network.
@@ -107,8 +111,16 @@ class BlockFactors:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """The kind, epsilon and weight dtype of all norms of the residual stream."""
+    """The kind, epsilon and weight dtype of all norms of the residual stream, and the epsilon of
+    norms after blocks (None: the same).
+    """
 
     kind: NormKind
     eps: float
     dtype: jnp.dtype
+    own_post_eps: float | None = None
+
+    @property
+    def post_eps(self) -> float:
+        """The epsilon of norms after blocks."""
+        return self.own_post_eps or self.eps

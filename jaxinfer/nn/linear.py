@@ -140,8 +140,8 @@ class Outputs:
     def added_to(self, x: jax.Array, norms: Sequence[Norm], pins: Pins) -> SandwichArgs:
         """The arguments of ``sandwich_norm`` for the stream ``x`` and the norms of the sum."""
         of_parts = tuple([norm and norm.place for norm in self.norms])
-        every = [norm for norm in (*self.norms, self.post, *norms) if norm is not None]
-        (eps,) = {norm.eps for norm in every}
+        (output_eps,) = {norm.eps for norm in (*self.norms, self.post) if norm is not None}
+        (eps,) = {norm.eps for norm in norms} or {output_eps}
         return SandwichArgs(
             x=x,
             outputs=self.parts,
@@ -150,6 +150,7 @@ class Outputs:
             factor=self.factor,
             norms=tuple([norm.place for norm in norms]),
             eps=eps,
+            output_eps=output_eps,
             pins=pins,
         )
 

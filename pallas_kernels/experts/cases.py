@@ -20,6 +20,7 @@ from pallas_kernels.quantised_gemm.cases import BLOCK, KIND_OF_FORM, random_matr
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 
 CLAMPED = Activation(limit=7.0, alpha=1.702, shift=1.0)  # gpt-oss's
+BOUNDED = Activation(limit=0.5, gate_limit=0.7)  # as Step 3.5's
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ CASES = (
     replace(_BF16, name="few_chosen_bf16", tokens=300, load="few"),
     replace(_BF16, name="gpt_oss_bf16", tokens=9, biases=True, activation=CLAMPED),
     replace(_BF16, name="gpt_oss_bf16_t200", tokens=200, biases=True, activation=CLAMPED),
+    replace(_BF16, name="bounded_bf16", tokens=9, activation=BOUNDED),
     replace(_BF16, name="many_bf16", tokens=700, count=13, split=False),
     replace(_BF16, name="geglu_bf16", tokens=9, activation=GEGLU),
     replace(_BF16, name="geglu_bf16_t200", tokens=200, activation=GEGLU, width=704, inner=704),

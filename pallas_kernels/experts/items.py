@@ -101,9 +101,10 @@ def activated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Arr
     """``activation`` of values in registers."""
     if activation.kind == "gelu_tanh":
         return geglu(gate, up)
-    if activation.limit is not None:
-        gate = jnp.minimum(gate, activation.limit)
-        up = jnp.maximum(jnp.minimum(up, activation.limit), -activation.limit)
+    if activation.limits is not None:
+        of_gate, of_up = activation.limits
+        gate = jnp.minimum(gate, of_gate)
+        up = jnp.maximum(jnp.minimum(up, of_up), -of_up)
     if activation.shift:
         up = up + activation.shift
     return times_sigmoid(gate * up, activation.alpha * gate)

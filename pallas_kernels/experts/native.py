@@ -32,6 +32,8 @@ def supports(args: ExpertsArgs) -> str | None:
         return f"tokens are {args.x.dtype}, not float32"
     if args.activation.kind != "silu":
         return f"the activation is {args.activation.kind}, not silu"
+    if args.activation.gate_limit is not None:
+        return "gates have a limit of their own"
     for stack in (args.gate_up, args.down):
         if (kind := kind_of(stack)) not in KINDS:
             return f"{kind} weights are not in lanes"

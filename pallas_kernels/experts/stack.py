@@ -21,6 +21,8 @@ type StackArrays = tuple[Any, Any, Any, Any, Any]
 class Activation(NamedTuple):
     """gate * sigmoid(alpha * gate) * (up + shift), of gates up to and ups within the limit.
 
+    With ``gate_limit`` that of gates is another one (Step 3.5).
+
     The default is SwiGLU (Shazeer 2020, arXiv:2002.05202). gpt-oss has limit 7, alpha 1.702 and
     shift 1 (``GptOssExperts`` of Hugging Face transformers). Of the kind "gelu_tanh" it is
     GELU(gate) * up, with the approximation by tanh, as in Gemma 4; of the kind "relu2" there are no
@@ -32,6 +34,14 @@ class Activation(NamedTuple):
     alpha: float = 1.0
     shift: float = 0.0
     kind: str = "silu"
+    gate_limit: float | None = None
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """The limits of gates and of ups."""
+        if self.limit is None:
+            return None
+        return self.limit if self.gate_limit is None else self.gate_limit, self.limit
 
     @property
     def halves(self) -> int:
@@ -48,8 +58,9 @@ class Activation(NamedTuple):
         """The hidden values of gates and ups of any shape."""
         if self.kind != "silu":
             return ACTIVATIONS[self.kind.removeprefix(GATED)](gate) * up
-        if self.limit is not None:
-            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        if self.limits is not None:
+            of_gate, of_up = self.limits
+            gate, up = jnp.minimum(gate, of_gate), jnp.clip(up, -of_up, of_up)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + self.shift)
 
 

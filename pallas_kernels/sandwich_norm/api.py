@@ -33,7 +33,8 @@ def sandwich_norm(args: SandwichArgs) -> Normed:
 
         total = (x + post(sum over i of output_norm_i(outputs[i]))) * factor
 
-    Norms are RMS norms over D with ``eps`` under the root; each one that is None, and a factor that
+    Norms are RMS norms over D with ``eps`` under the root, those of outputs with ``output_eps``;
+    each one that is None, and a factor that
     is None, changes nothing. Outputs may be split-K partials. Every norm and every sum is rounded
     to the dtype of ``x``. ``pins`` may name an implementation of this op, or of ``residual_norm``,
     which then computes each norm. Raises ValueError on arguments that do not fit together.

@@ -31,6 +31,7 @@ class SandwichCase:
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
     norm_dtype: str | None = None  # of the norms' weights, if it is another one
+    output_eps: float = 1e-6
 
 
 def _gemma4_26b(tokens: int) -> tuple[SandwichCase, ...]:
@@ -53,6 +54,7 @@ CASES = (
     SandwichCase("gemma4_layer_input", 3, 96, normed=True, post=False, factor=True),
     SandwichCase("only_the_sum", 2, 96, norms=0),
     SandwichCase("no_norm_of_outputs", 2, 96, (3,), post=False, norms=2),
+    SandwichCase("eps_of_outputs", 3, 96, (2, 1), normed=True, output_eps=0.5),
     SandwichCase("gemma3_bf16", 3, 640, (2,), norms=1, dtype="bfloat16", norm_dtype="float32"),
     SandwichCase("gemma4_mid_bf16", 5, 2816, (3,), norms=3, dtype="bfloat16"),
     SandwichCase("gemma4_end_bf16", 3, 2816, (3, 8), True, factor=True, dtype="bfloat16"),
@@ -85,6 +87,7 @@ def build(case: SandwichCase, seed: int) -> Inputs:
         factor=np.full(1, 0.75, dtype) if case.factor else None,  # type: ignore[arg-type]
         norms=tuple(map(norm, range(case.norms))),
         eps=1e-6,
+        output_eps=case.output_eps,
     )
     return Inputs((args,))
 

@@ -29,7 +29,8 @@ class NormRow:
 class SandwichArgs:
     """The arguments of ``sandwich_norm``.
 
-    Each of ``outputs`` has a norm of its own, or None. ``post`` is that of their sum.
+    Each of ``outputs`` has a norm of its own, or None. ``post`` is that of their sum. The epsilon
+    of these is ``output_eps``, that of ``norms`` is ``eps``.
     """
 
     x: jax.Array  # [T, D]
@@ -39,6 +40,7 @@ class SandwichArgs:
     factor: jax.Array | None = None  # [1]
     norms: tuple[NormRow, ...] = ()
     eps: float = field(metadata=STATIC)
+    output_eps: float = field(metadata=STATIC)
     pins: Pins = field(default=NO_PINS, metadata=STATIC)
 
 
@@ -46,20 +48,20 @@ def by_norms(args: SandwichArgs, norm: Callable[[NormArgs], tuple[jax.Array, jax
     """``sandwich_norm`` by a kernel that adds and normalises, and operations between its calls."""
     x, none = args.x, jnp.zeros_like(args.x)
 
-    def normed(base: jax.Array, output: jax.Array | None, of: NormRow) -> jax.Array:
-        static = {"row": of.row, "eps": args.eps}
+    def normed(base: jax.Array, output: jax.Array | None, of: NormRow, eps: float) -> jax.Array:
+        static = {"row": of.row, "eps": eps}
         return norm(NormArgs(x=base, partials=output, weights=of.weights, **static))[1]
 
     def rounded(output: jax.Array) -> jax.Array:
         return output if output.ndim == 2 else output.sum(0).astype(x.dtype)
 
     found = [
-        rounded(output) if own is None else normed(none, output, own)
+        rounded(output) if own is None else normed(none, output, own, args.output_eps)
         for output, own in zip(args.outputs, args.output_norms, strict=True)
     ]
     delta = found[0] if len(found) == 1 else found[0] + found[1]
     if args.post is not None:
-        delta = normed(none, delta, args.post)
+        delta = normed(none, delta, args.post, args.output_eps)
     if args.factor is None and len(args.norms) == 1:
         own = args.norms[0]
         last = NormArgs(x=x, partials=delta, weights=own.weights, row=own.row, eps=args.eps)
@@ -68,7 +70,7 @@ def by_norms(args: SandwichArgs, norm: Callable[[NormArgs], tuple[jax.Array, jax
     total = x + delta
     if args.factor is not None:
         total = total * args.factor
-    return total, tuple([normed(total, None, own) for own in args.norms])
+    return total, tuple([normed(total, None, own, args.eps) for own in args.norms])
 
 
 def sandwich_norm(args: SandwichArgs) -> Normed:

@@ -82,6 +82,7 @@ def _sandwich(
     normed_1,
     normed_2,
     EPS: tl.constexpr,
+    OUTPUT_EPS: tl.constexpr,
     FIRST_PARTIALS: tl.constexpr,
     SECOND_PARTIALS: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
@@ -112,14 +113,14 @@ def _sandwich(
         other = _sum(second, at, inside, size, SECOND_PARTIALS, TILE, SECOND_IN_FLIGHT)
     delta = delta.to(x_row.dtype)
     if FIRST_ROW >= 0:
-        delta = _normed(delta, of_first, EPS, WIDTH)
+        delta = _normed(delta, of_first, OUTPUT_EPS, WIDTH)
     if SECOND_PARTIALS > 0:
         other = other.to(x_row.dtype)
         if SECOND_ROW >= 0:
-            other = _normed(other, of_second, EPS, WIDTH)
+            other = _normed(other, of_second, OUTPUT_EPS, WIDTH)
         delta = (delta.to(tl.float32) + other.to(tl.float32)).to(x_row.dtype)
     if POST_ROW >= 0:
-        delta = _normed(delta, of_post, EPS, WIDTH)
+        delta = _normed(delta, of_post, OUTPUT_EPS, WIDTH)
     x_row = (x_row.to(tl.float32) + delta.to(tl.float32)).to(x_row.dtype)
     if HAS_FACTOR:
         x_row = (x_row.to(tl.float32) * tl.load(factor).to(tl.float32)).to(x_row.dtype)
@@ -158,6 +159,7 @@ def sandwich_norm(args: SandwichArgs) -> Normed:
         num_warps=num_warps(tile),
         num_stages=1,
         EPS=args.eps,
+        OUTPUT_EPS=args.output_eps,
         FIRST_PARTIALS=partials[0],
         SECOND_PARTIALS=partials[1],
         HAS_FACTOR=args.factor is not None,

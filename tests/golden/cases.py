@@ -178,6 +178,17 @@ TOWER = merged(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hid
 VISION = merged(TOWER, patch_size=2, num_position_embeddings=4)
 EXAONE_VISION = merged(TOWER, num_key_value_heads=2, fullatt_block_indexes=[0])
 ENCODER = merged(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+CHAMELEON = merged(
+    vq_config=merged(
+        **{"embed_dim": 4, "num_embeddings": 8, "latent_channels": 4, "resolution": 8},
+        **{"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1},
+    )
+)
+MUSE = merged(
+    vision_config=merged(ENCODER, pos_emb_height=2, pos_emb_width=2, patch_size=4),
+    out_hidden_size=32,
+    projector_hidden_size=8,
+)
 MOLMO2_VISION = merged(ENCODER, num_key_value_heads=2, head_dim=4, image_size=[4, 4], patch_size=2)
 MOLMO2_ADAPTER = merged(
     hidden_size=8,
@@ -445,6 +456,7 @@ CASES = {
     "mpt": case("mpt", MPT, d_model=48, n_heads=6,
         attn_config=merged(clip_qkv=1.0, softmax_scale=0.5)),
     "mpt_plain": case("mpt", MPT, d_model=32, n_heads=4),
+    "internlm2": case("llama", SIZES, attention_bias=True),
     "internlm3": case("internlm3", BARE, head_dim=16, attention_bias=True, mlp_bias=True),
     "iquestcoder": case("iquestcoder", BARE, head_dim=16, attention_bias=True),
     "nanochat": case("nanochat", BARE, attention_bias=True),
@@ -700,6 +712,31 @@ CASES = {
         sliding_attention=HALF_ROTARY), layer_types=kinds("sf"), sliding_window=5, num_experts=3,
         num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20,
         tie_word_embeddings=True),
+    "chameleon": case("chameleon", SIZES, CHAMELEON, attention_bias=True, mlp_bias=True,
+        rms_norm_eps=1e-2, vocabulary_map={"<image>": 3, "IMGIMGA": 5, "IMGIMGB": 6, "IMGIMGC": 9,
+        "a": 10}),
+    "chameleon_swin": case("chameleon", SIZES, CHAMELEON, swin_norm=True,
+        vocabulary_map={"<image>": 3}, rope_parameters=LINEAR_ROPE),
+    "muse_glimmer": case("muse_glimmer", MUSE,
+        text_config=merged(BARE, num_hidden_layers=4, head_dim=16, sliding_window=7,
+        layer_types=kinds("sfsf"), layer_rope_theta=[0, 10000.0, 10000.0, 0], post_norm_eps=1e-2,
+        hidden_activation="gelu_pytorch_tanh", final_logit_softcapping=3.0,
+        output_multiplier=0.7, qk_scale_factor=1.5)),
+    "muse_glimmer_plain": case("muse_glimmer", MUSE,
+        text_config=merged(SIZES, num_hidden_layers=5, head_dim=8, sliding_window=5,
+        rope_parameters=LINEAR_ROPE)),
+    "step3p5": case("step3p7", vision_config=merged(ENCODER, image_size=8, patch_size=4),
+        text_config=merged(SIZES, num_hidden_layers=4, head_dim=16, pad_token_id=0,
+        num_nextn_predict_layers=1, layer_types=kinds("fssff"), moe_layers_enum="1,2",
+        num_sliding_attention_heads=6, sliding_window=7, rope_theta=[1e4, 1e3, 1e3, 1e4, 1e4],
+        partial_rotary_factors=[0.5, 1.0, 1.0, 0.5, 0.5], rope_scaling=LLAMA3_ROPE,
+        moe_top_k=2, moe_num_experts=5, moe_intermediate_size=24, share_expert_dim=20,
+        moe_router_scaling_factor=1.5, swiglu_limits=[0, 0.5, 0, 0, 0],
+        swiglu_limits_shared=[0.3, 0, 0.7, 0, 0], query_pre_attn_scalar=11)),
+    "step3p5_alike": case("step3p7", vision_config=merged(ENCODER, image_size=8, patch_size=4),
+        text_config=merged(SIZES, num_hidden_layers=4, head_dim=8, pad_token_id=0,
+        n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=8, share_expert_dim=8,
+        layer_types=kinds("sfsf"), sliding_window=5, attention_bias=True)),
     "mimo_v2_flash": case("mimo_v2_flash", SIZES, BIASED_EXPERTS, head_dim=12, v_head_dim=8,
         layer_types=kinds("sf"), mlp_layer_types=kinds("ed"), sliding_window=7, attention_bias=True,
         rope_parameters=merged(full_attention=merged(DEFAULT_ROPE, partial_rotary_factor=0.34),

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from cases import CASES, rope_cases
+from internlm2 import packed
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -78,6 +79,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "deepseek_v32": 8,
     "deepseek_v32_bias": 3,
 }
+FLAT_WITH_IMAGES = ("chameleon",)  # without a config of the text decoder alone
 HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head.weight")
 HEADS += ("decoder.weight",)
 FREE_STEPS = (0.0, float("inf"))
@@ -87,7 +89,7 @@ ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2"),
-    *("vaultgemma", "recurrent_gemma"),
+    *("vaultgemma", "recurrent_gemma", "step3p5"),
 )
 # published files have other names
 RENAMED = (
@@ -106,13 +108,15 @@ DERIVED = {
         *("linear_conv_kernel_dim", "head_dim", "qk_head_dim"),
     ),
     "bailing_hybrid": ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),
+    "internlm2": ("attention_bias", "mlp_bias", "head_dim"),
 }
 # and those that it overwrites, with the widths of other heads
-GIVEN = {"bailing_hybrid_kinds": {"head_dim": 16}}
+GIVEN = {"bailing_hybrid_kinds": {"head_dim": 16}, "internlm2": {"bias": True}}
 # Architectures of published files, for which transformers has the modules of another one.
 ARCHITECTURES = {
     "sarvam_moe": "SarvamMoEForCausalLM",
     "sarvam_mla": "SarvamMLAForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "iquestcoder": "IQuestCoderForCausalLM",
     "exaone": "ExaoneForCausalLM",
@@ -155,6 +159,8 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors as files have them: those of experts are mostly stacked only in memory."""
     if name.startswith("olmo_hybrid"):
         return _olmo_hybrid(model)
+    if name == "internlm2":
+        return packed(model.state_dict(), model.config)
     as_published = any(".experts." in key for key in model.state_dict()) or name in RENAMED
     if name in STACKED or not as_published:
         return model.state_dict()
@@ -207,7 +213,8 @@ def make(name: str, config: PreTrainedConfig) -> None:
     """One file."""
     torch.manual_seed(0)
     text = config.get_text_config()
-    auto = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+    is_text = text is config and config.model_type not in FLAT_WITH_IMAGES
+    auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     attention = IMPLEMENTATIONS.get(name, "eager")
     model = auto.from_config(config, attn_implementation=attention).float().eval()
     generator = torch.Generator().manual_seed(SEEDS.get(name, 0))

@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+from internlm2 import unpacked
+from make_golden import FLAT_WITH_IMAGES
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -108,6 +110,7 @@ CASES = (
     "olmo_hybrid",
     "bloom",
     "mpt",
+    "internlm2",
     "internlm3",
     "nanochat",
     "exaone",
@@ -125,6 +128,9 @@ CASES = (
     "axk1",
     "dbrx",
     "laguna_elements",
+    "step3p5_alike",
+    "muse_glimmer",
+    "chameleon_swin",
     "mimo_v2_flash",
     "longcat_flash",
     "diffllama_pair",
@@ -156,10 +162,14 @@ def make(name: str) -> None:
     with safe_open(DATA / f"{name}.safetensors", "pt") as file:
         facts = json.loads(file.metadata()["config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    if name == "internlm2":  # transformers has no class of it
+        facts["attention_bias"] = facts.pop("bias")
     config = AutoConfig.for_model(facts.pop("model_type"), **facts)
-    is_text = config.get_text_config() is config
+    is_text = config.get_text_config() is config and config.model_type not in FLAT_WITH_IMAGES
     auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     weights = {k.removeprefix("weights/"): t for k, t in tensors.items() if k.startswith("weig")}
+    if name == "internlm2":
+        weights = unpacked(weights, config)
     with tempfile.TemporaryDirectory() as folder:  # which stacks the tensors of experts
         config.save_pretrained(folder)
         save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})

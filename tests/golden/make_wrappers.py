@@ -136,6 +136,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": {**TOKENS, "num_hidden_layers": 4, "cross_attention_layers": [1]},
     },
     "moss_transcribe_diarize": {},
+    "muse_glimmer": {
+        **{"vision_config": {"pos_emb_height": 2, "pos_emb_width": 2, "patch_size": 4}},
+        **{"text_config": {"head_dim": 8}, "out_hidden_size": 32, "projector_hidden_size": 8},
+    },
     "nemotron_h_omni": {
         "text_config": {**NEMOTRON_H, "hybrid_override_pattern": "M*-"},
         "vision_config": {"mlp_ratio": 1.0, "video_temporal_patch_size": 2},
@@ -153,6 +157,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"text_config": {"head_dim": 16, "rope_parameters": WIDE}},
     "qwen3_vl_moe": {"text_config": QWEN_EXPERTS},
     "smolvlm": {},
+    "step3p7": {
+        "text_config": {"pad_token_id": 0, "head_dim": 8, "mlp_layer_types": ["dense", "sparse"]},
+        "vision_config": PATCHES,
+    },
     "vibevoice_asr": {},
     "video_llama_3": {},
     "video_llava": {},

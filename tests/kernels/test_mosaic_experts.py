@@ -43,6 +43,7 @@ INTERPRETED = {
     "one_token": replace(BF16, tokens=1),
     "outside": replace(BF16, tokens=33, load="holes"),
     "biases": replace(BF16, tokens=9, biases=True, activation=cases.CLAMPED),
+    "bounded": replace(BF16, tokens=9, activation=cases.BOUNDED),
     "geglu": replace(BF16, tokens=1, width=64, activation=GEGLU),
     "odd_steps": replace(BF16, tokens=40, width=128, inner=320, count=3, chosen=2),
     "one_expert_has_all": replace(BF16, tokens=24, load="few", count=3),

@@ -20,7 +20,9 @@ D = 8
 X = jnp.arange(3.0 * D).reshape(3, D) / D
 ROW = NormRow(jnp.full((2, D), 2.0), 1)
 HALF = NormRow(jnp.full((2, D), 2.0, jnp.bfloat16), 1)
-FITTING = SandwichArgs(x=X, outputs=(X,), output_norms=(None,), post=ROW, norms=(ROW,), eps=1e-6)
+FITTING = SandwichArgs(
+    x=X, outputs=(X,), output_norms=(None,), post=ROW, norms=(ROW,), eps=1e-6, output_eps=1e-6
+)
 
 
 def test_by_hand() -> None:

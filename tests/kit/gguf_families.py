@@ -199,6 +199,12 @@ CASES: dict[str, Case] = {
     "glm4_moe_lite": Case("deepseek2", "glm4_moe_lite", keys={**_MLA,
         **_experts(8, 2, 24, shared_count=1, group_count=4, group_used_count=2, **_BIASED),
         "leading_dense_block_count": 1}),
+    "muse_glimmer": Case("muse-glimmer", "muse_glimmer", {"layer_rope_theta": [10000.0, 0] * 2,
+        "post_norm_eps": 1e-8, "hidden_activation": "silu"}, {"attention.key_length": 16,
+        "attention.value_length": 16, "attention.sliding_window": 7, "logit_scale": 0.7,
+        "attention.sliding_window_pattern": [True, False, True, False],
+        "final_logit_softcapping": 3.0}, names="llama"),
+    "internlm2": Case("internlm2", "internlm2", {"bias": False}),
     "internlm3": Case("llama", "internlm3",
         {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}),
     "mistral4": Case("mistral4", "mistral4", {"n_group": 1, "topk_group": 1}, {**_YARN, **_MLA,
@@ -322,7 +328,10 @@ NOT_COMPARED = (
 # ggml's GELU is a table of float16, whose errors grow over many layers: with the other scale the
 # logits of these two differ by 2.4 and 12, with theirs by 0.01 and 0.4.
 COMPARED = tuple(name for name in CASES if not name.endswith("_27b") and name not in NOT_COMPARED)
-_DECODERS = {"mistral4": "Mistral4ForCausalLM"}  # of models with images
+_DECODERS = {
+    "mistral4": "Mistral4ForCausalLM",
+    "muse_glimmer": "MuseGlimmerForConditionalGeneration",
+}  # of models with images
 
 
 def config_of(name: str) -> HFConfig:

@@ -265,6 +265,46 @@ def _bailing(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
         yield f"blk.{match[1]}.attn_{kind}.weight", own
 
 
+def _internlm2(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """InternLM 2: queries, keys and values apart, of which the first two rotate by pairs."""
+    if not name.endswith("wqkv.weight"):
+        yield name, tensor
+        return
+    kv = c["num_key_value_heads"]
+    own = tensor.reshape(kv, c["num_attention_heads"] // kv + 2, -1, tensor.shape[1])
+    for kind, heads in (("q", own[:, :-2]), ("k", own[:, -2:-1]), ("v", own[:, -1:])):
+        part = heads.reshape(-1, *own.shape[2:])
+        if kind != "v":
+            halves = part.reshape(len(part), 2, -1, tensor.shape[1])
+            part = halves.swapaxes(1, 2)
+        yield name.replace("wqkv", f"w{kind}"), part.reshape(-1, tensor.shape[1])
+
+
+_MUSE_NORMS = {
+    "input": "attn_norm",
+    "post_attention": "post_attention_norm",
+    "pre_feedforward": "ffn_norm",
+    "post_feedforward": "post_ffw_norm",
+}
+
+
+def _muse_glimmer(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Rows of heads by pairs, 1 + w of norms in layers, and norms of heads for their factor."""
+    layer = re.match(r"model\.layers\.(\d+)\.(self_attn|mlp|(\w+)_layernorm)", name)
+    if layer is None:
+        yield name, tensor
+    elif layer[3]:
+        yield f"blk.{layer[1]}.{_MUSE_NORMS[layer[3]]}.weight", tensor + 1
+    elif "gate_proj" in name and layer[2] == "self_attn":
+        yield f"blk.{layer[1]}.attn_gate.weight", tensor
+    else:
+        if "q_proj" in name:
+            factor = np.full(c["head_dim"], c["qk_scale_factor"], np.float32)
+            yield f"blk.{layer[1]}.attn_q_norm.weight", factor
+            yield f"blk.{layer[1]}.attn_k_norm.weight", np.ones_like(factor)
+        yield from _by_pairs(name, tensor, c)
+
+
 CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _plus_one),
     **dict.fromkeys(("llama", "olmo", "mistral3"), _by_pairs),
@@ -284,6 +324,8 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
         _correction,
     ),
     "bailingmoe": _bailing,
+    "internlm2": _internlm2,
+    "muse-glimmer": _muse_glimmer,
     "deepseek2": _latent,
     "mistral4": _stacks,
     "llama4": _llama4,

@@ -20,6 +20,7 @@ from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.weights.plan import canonical_name, plan_params
 from jaxinfer.weights.stacked_experts import UnstackedExperts
 from kit.published_index import zeros
+from kit.tiny_models import tiny_config
 
 DATA = Path(__file__).parents[1] / "golden" / "data" / "wrappers.json.gz"
 SAVED: dict[str, dict[str, Any]] = json.loads(gzip.decompress(DATA.read_bytes()))
@@ -90,6 +91,15 @@ def test_published_names(published: str, saved: str, key: str, names: dict[str, 
         tensors[name] = shape
     config = dict(SAVED[saved]["config"])
     planned({**config, "architectures": [published], key: config.pop("text_config")}, tensors)
+
+
+def test_internvl_2_around_internlm_2() -> None:
+    """Published names; transformers has no such text decoder."""
+    text = {**tiny_config("internlm2"), "model_type": "internlm2"}
+    sources = (one for spec in build_model(text, "float32").param_specs for one in spec.sources)
+    tensors = {f"language_model.{one.name}": one.shape for one in sources}
+    tensors |= {"mlp1.0.weight": (8,), "vision_model.embeddings.class_embedding": (1, 1, 8)}
+    planned({"architectures": ["InternVLChatModel"], "llm_config": text}, tensors)
 
 
 # The "text_config" of Gemma 3 4B, PaliGemma 3B, LLaVA 1.5 7B and Pixtral 12B, as published:

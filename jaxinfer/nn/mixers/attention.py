@@ -10,7 +10,7 @@ itself in the dense form. Parameters of ``Attention``:
     o   [N * H, D]          o_bias   [D]            with o_bias
     qk_norms [2, H] with a qk_norm of each head, rotated or not, with weights, [(N + K) * H] with
       one of all heads; with LayerNorms of heads [4, H]: weight and bias of queries, of keys; or
-      [(N + K) * H]
+      [(N + K) * H], and qk_norm_biases like it
     sinks [N] with sinks    o_norm [N * H] with a norm of the outputs
 """
 
@@ -101,7 +101,7 @@ class Attention(nn.Module):
         if c.gate:
             gates, qkv = jnp.split(qkv, (c.num_heads * c.head_dim,), axis=1)
         norms = None
-        if c.qk_norm == "rotated_plain":
+        if c.qk_norm in ("plain", "rotated_plain"):
             norms = jnp.ones((2, c.head_dim), qkv.dtype)
         elif c.qk_norm is not None:
             norms = param(self, "qk_norms")
@@ -114,9 +114,10 @@ class Attention(nn.Module):
         heads = qkv.reshape(len(qkv), -1, c.head_dim)
         if c.growth is not None:
             heads = on_heads.grown(heads, c.growth, c.num_kv_heads, ctx.positions)
-        if norms is not None and c.qk_norm in ("layer", "layers"):
-            heads, norms = on_heads.layer_norms(heads, norms, c, norm.eps, ctx), None
-        if norms is not None and (c.rope is None or c.qk_norm != "head"):
+        if norms is not None and c.qk_norm in ("layer", "layers", "layers_bias"):
+            biases = param(self, "qk_norm_biases") if c.qk_norm == "layers_bias" else None
+            heads, norms = on_heads.layer_norms(heads, norms, biases, c, norm.eps, ctx), None
+        if norms is not None and (c.rope is None or c.qk_norm not in ("head", "plain")):
             heads = on_heads.normalised(heads, norms, c, norm.eps, ctx)
             ctx, norms = replace(ctx, angles=()), None
         out, state = attend(

@@ -100,18 +100,22 @@ def norm_all(
 def layer_norms(
     heads: jax.Array,  # [T, N + 2K, H]
     weights: jax.Array,  # [4, H] or [(N + K) * H]: see ``AttentionConfig.qk_norm``
+    biases: jax.Array | None,  # [(N + K) * H]
     config: AttentionConfig,
     eps: float,
     ctx: StepContext,
 ) -> jax.Array:  # [T, N + 2K, H]
     """The heads after LayerNorms of each query and each key."""
     n, k = config.num_heads, config.num_kv_heads
+    eps = config.qk_norm_eps or eps
     q, keys, v = jnp.split(heads, (n, n + k), axis=1)
     if config.qk_norm == "layer":
         (q_weight, q_bias), (k_weight, k_bias) = weights[:2], weights[2:]
     else:
         q_weight, k_weight = jnp.split(weights.reshape(n + k, -1), (n,))
         q_bias = k_bias = None
+        if biases is not None:
+            q_bias, k_bias = jnp.split(biases.reshape(n + k, -1), (n,))
     fixed = ctx.pins.invariant
     q = layer_norm(q, q_weight, q_bias, eps, fixed=fixed)
     keys = layer_norm(keys, k_weight, k_bias, eps, fixed=fixed)

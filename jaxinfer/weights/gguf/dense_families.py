@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.weights.gguf.families import (
@@ -19,6 +21,7 @@ from jaxinfer.weights.gguf.families import (
     QKV_BIAS,
     REFERENCE,
     ROPE_REMARK,
+    WINDOWED,
     Family,
     Reader,
     constant,
@@ -30,6 +33,7 @@ from jaxinfer.weights.gguf.families import (
     windows,
 )
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
+from jaxinfer.weights.gguf.stored import read_tensor
 
 BOTH = (REFERENCE, METAS)
 _LAYER_NORM = MappingProxyType({"eps": "layer_norm_eps"})
@@ -87,6 +91,32 @@ def _apertus(meta: ArchitectureMetadata) -> dict[str, Any]:
             )
     config = _APERTUS(meta)
     return config | {"rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
+
+
+def _muse_glimmer(meta: ArchitectureMetadata) -> Mapping[str, Any]:
+    """Which layers rotate, which are those with a window, and the factor of queries, which the
+    file has as the weights of their norms.
+    """
+    theta = meta.number("rope.freq_base", 10000.0)
+    meta.only("rope.freq_base_swa", theta)
+    kinds = windows(4)(meta)
+    factors = set[float]()
+    for i in range(meta.num_layers):
+        for name, found in (("q", factors), ("k", set[float]())):
+            stored = f"blk.{i}.attn_{name}_norm.weight"
+            if not meta.has_tensor(stored):
+                raise CheckpointError(
+                    f"{meta.header.path} has no tensor {stored}; download it again"
+                )
+            found |= {float(one) for one in read_tensor(meta.header.tensors[stored])}
+            if len(found) != 1 or (name == "k" and found != {1.0}):
+                raise CheckpointError(
+                    f"tensor {stored} of {meta.header.path} holds {short(sorted(found))}; only one "
+                    "factor of all queries and 1 for keys are supported; use another model"
+                )
+    own = [theta if one == WINDOWED else 0 for one in kinds["layer_types"]]
+    factor = float(str(np.float32(factors.pop())))
+    return {**kinds, "layer_rope_theta": own, "qk_scale_factor": factor}
 
 
 _XIELU = MappingProxyType({"xielu.beta": 0.5, "xielu.eps": -1e-6})
@@ -211,6 +241,18 @@ DENSE_FAMILIES: Mapping[str, Any] = MappingProxyType(
             ),
         ),
         "olmo2": _olmo2,
+        "muse-glimmer": Family(
+            "MuseGlimmerForConditionalGeneration",
+            "muse_glimmer_text",
+            fixed={"post_norm_eps": 1e-8},  # llama.cpp's constant
+            renamed={"hidden_act": "hidden_activation"},
+            data_layouts=BOTH,
+            readers=(
+                _muse_glimmer,
+                number("output_multiplier", "logit_scale"),
+                number("final_logit_softcapping", "final_logit_softcapping"),
+            ),
+        ),
         "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", present=QKV_BIAS),
         "apertus": _apertus,
         "jais2": Family(
@@ -260,6 +302,8 @@ DENSE_FAMILIES: Mapping[str, Any] = MappingProxyType(
             data_layouts=BOTH,
         ),
         "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", present={"use_bias": "attn_q.bias"}),
+        # its converter gives q, k and v tensors of their own, in Llama's order
+        "internlm2": Family("LlamaForCausalLM", "llama", present=LLAMA_BIASES, data_layouts=BOTH),
         "exaone": Family("ExaoneForCausalLM", "exaone", present=LLAMA_BIASES),
         "seed_oss": Family(
             "SeedOssForCausalLM",

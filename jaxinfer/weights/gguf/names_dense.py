@@ -130,6 +130,11 @@ _GEMMA_NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm",
 _GEMMA = replace(DECODER, layouts=_plus_one(*_GEMMA_NORMS))
 _GEMMA2 = replace(_GEMMA, layer=SANDWICH)
 _GEMMA3 = replace(_GEMMA2, layouts=_plus_one(*_GEMMA_NORMS, "attn_q_norm", "attn_k_norm"))
+_MUSE_GLIMMER = replace(
+    LLAMA,
+    layer={**SANDWICH, "attn_gate": "self_attn.gate_proj"},
+    layouts=_plus_one(*_GEMMA_NORMS[:-1]),
+)
 _COHERE = replace(DECODER, layer=_without(DECODER, "ffn_norm"))
 _STABLELM = replace(
     DECODER,
@@ -270,6 +275,7 @@ DENSE_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "gemma": _GEMMA,
         "gemma2": _GEMMA2,
         "gemma3_text": _GEMMA3,
+        "muse_glimmer_text": _MUSE_GLIMMER,
         "cohere": _COHERE,
         "cohere2": _COHERE,
         "stablelm": _STABLELM,
