@@ -91,6 +91,7 @@ _MODULES = (
     ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
     ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
+    ("DeepseekForCausalLM", "jaxinfer.models.deepseek"),
     ("Dots1ForCausalLM", "jaxinfer.models.dots1"),
     ("MiniMaxM2ForCausalLM", "jaxinfer.models.minimax_m2"),
     ("Glm4MoeLiteForCausalLM", "jaxinfer.models.glm4_moe_lite"),
