@@ -1,8 +1,9 @@
 """MPT: ALiBi, LayerNorm without bias, and no biases.
 
-transformers has these alone of the forms that the published code has; others are refused.
+transformers has these alone of the forms that the published code has; others are refused. Where
+transformers leaves ``alibi_bias_max`` out (MPT-7B-StoryWriter has 16) the published code counts.
 
-Source: ``modeling_mpt`` of Hugging Face transformers.
+Source: ``modeling_mpt`` of Hugging Face transformers; ``gen_slopes`` of llm-foundry.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ _ONLY = (
     ("qk_gn", False),
     ("attn_uses_sequence_id", False),
     ("alibi", True),
-    ("alibi_bias_max", 8),
     ("rope", False),
     ("sliding_window_size", -1),
 )
@@ -72,6 +72,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         None if section.get(key) is None else hf.positive_float(section, key)
         for key in ("clip_qkv", "softmax_scale")
     )
+    most = hf.positive_float(section, "alibi_bias_max", 8.0)
     return plain_config(
         config,
         dtype,
@@ -82,7 +83,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         bias=False,
         norm="layer_weight",
         scale=scale,
-        attention={"alibi": Alibi(heads), "clip": clip},
+        attention={"alibi": Alibi(heads, most=most), "clip": clip},
     )
 
 
@@ -95,7 +96,7 @@ def _attention(config: Mapping[str, Any]) -> Mapping[str, Any]:
     section = KeysRead(given)
     for key, value in _ONLY:
         hf.supported_only(section, key, value)
-    for key in ("clip_qkv", "softmax_scale", "attn_impl"):  # read below, or without effect
+    for key in ("clip_qkv", "softmax_scale", "alibi_bias_max", "attn_impl"):  # read, or no effect
         section.get(key)
     refuse_unread(section, "'attn_config'")
     return section

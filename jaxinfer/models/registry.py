@@ -94,6 +94,7 @@ _MODULES = (
     ("AXK2ForCausalLM", "jaxinfer.models.axk2"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
     ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
+    ("DeepseekForCausalLM", "jaxinfer.models.deepseek"),
     ("Dots1ForCausalLM", "jaxinfer.models.dots1"),
     ("MiniMaxM2ForCausalLM", "jaxinfer.models.minimax_m2"),
     ("Glm4MoeLiteForCausalLM", "jaxinfer.models.glm4_moe_lite"),

@@ -13,20 +13,22 @@ import numpy as np
 @dataclass(frozen=True)
 class Alibi:
     """Scores less the distance of the key times a slope of their head (Press et al. 2021,
-    arXiv:2108.12409). ``scale`` multiplies all slopes, ``geometric`` is of those of any N.
+    arXiv:2108.12409). ``scale`` multiplies all slopes, ``geometric`` is of those of any N, and
+    ``most`` is minus the binary logarithm of the last one.
     """
 
     num_heads: int
     scale: float = 1.0
     geometric: bool = False
+    most: float = 8.0
 
     def slopes(self) -> np.ndarray:  # float32[N]
-        """2^(-8 i / n) for i from 1 to n, the largest power of two up to N; the heads after these
-        have every second one of 2 n, from the first on. If ``geometric``, n is N.
+        """2^(-m i / n) for i from 1 to n, the largest power of two up to N; the heads after these
+        have every second one of 2 n, from the first on. If ``geometric``, n is N; m is ``most``.
         """
         n = self.num_heads if self.geometric else 2 ** math.floor(math.log2(self.num_heads))
-        first = -8.0 * np.arange(1, n + 1) / n
-        others = -8.0 * np.arange(1, 2 * n, 2) / (2 * n)
+        first = -self.most * np.arange(1, n + 1) / n
+        others = -self.most * np.arange(1, 2 * n, 2) / (2 * n)
         exponents = np.concatenate([first, others])[: self.num_heads]
         return (2.0**exponents * self.scale).astype(np.float32)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from cases import CASES, rope_cases
+from deepseek import renamed, without_gates
 from internlm2 import packed
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -109,14 +110,27 @@ DERIVED = {
     ),
     "bailing_hybrid": ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),
     "internlm2": ("attention_bias", "mlp_bias", "head_dim"),
+    "deepseek": (
+        *("num_experts", "mlp_only_layers", "decoder_sparse_step", "qkv_bias", "layer_types"),
+        *("shared_expert_intermediate_size", "use_sliding_window", "sliding_window"),
+        *("max_window_layers", "model_type"),
+    ),
 }
 # and those that it overwrites, with the widths of other heads
-GIVEN = {"bailing_hybrid_kinds": {"head_dim": 16}, "internlm2": {"bias": True}}
+GIVEN = {
+    "bailing_hybrid_kinds": {"head_dim": 16},
+    "internlm2": {"bias": True},
+    "deepseek": {
+        **{"model_type": "deepseek", "scoring_func": "softmax", "moe_layer_freq": 1},
+        **{"n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    },
+}
 # Architectures of published files, for which transformers has the modules of another one.
 ARCHITECTURES = {
     "sarvam_moe": "SarvamMoEForCausalLM",
     "sarvam_mla": "SarvamMLAForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
+    "deepseek": "DeepseekForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "iquestcoder": "IQuestCoderForCausalLM",
     "exaone": "ExaoneForCausalLM",
@@ -168,7 +182,8 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         model.save_pretrained(folder)
         tensors = load_file(Path(folder) / "model.safetensors")
     # Kimi Linear's dense layers, which transformers saves under the name of those with experts
-    return {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): t for n, t in tensors.items()}
+    made = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): t for n, t in tensors.items()}
+    return renamed(made) if name == "deepseek" else made
 
 
 def _olmo_hybrid(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -220,6 +235,8 @@ def make(name: str, config: PreTrainedConfig) -> None:
     generator = torch.Generator().manual_seed(SEEDS.get(name, 0))
     with torch.no_grad():
         randomise(model, generator)
+        if name == "deepseek":
+            without_gates(model)
     length = LENGTHS.get(name, LENGTH)
     token_ids = torch.randint(0, text.vocab_size, (2, length), generator=generator)
     logits = model(token_ids).logits
@@ -247,9 +264,10 @@ def make(name: str, config: PreTrainedConfig) -> None:
         "greedy_tokens": sequence[:, length:].int().contiguous(),
     }
     architecture = ARCHITECTURES.get(name, type(model).__name__)
-    facts = {**config.to_dict(), "architectures": [architecture], **GIVEN.get(name, {})}
+    facts = {**config.to_dict(), "architectures": [architecture]}
     for key in DERIVED.get(name, ()):
         facts.pop(key, None)
+    facts |= GIVEN.get(name, {})
     metadata = {"config": json.dumps(facts, sort_keys=True)}
     save_file({**weights, **outputs}, DATA / f"{name}.safetensors", metadata)
     print(name, f"{logits.std():.2f}", (DATA / f"{name}.safetensors").stat().st_size)

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from deepseek import facts_of_qwen2_moe, named_back
 from internlm2 import unpacked
 from make_golden import FLAT_WITH_IMAGES
 from safetensors import safe_open
@@ -78,6 +79,7 @@ CASES = (
     "deepseek_v3",
     "kimi_linear",
     "bailing_hybrid",
+    "deepseek",
     "dots1",
     "minimax_m2",
     "glm4_moe_lite",
@@ -164,12 +166,16 @@ def make(name: str) -> None:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     if name == "internlm2":  # transformers has no class of it
         facts["attention_bias"] = facts.pop("bias")
+    if name == "deepseek":
+        facts |= facts_of_qwen2_moe(facts)
     config = AutoConfig.for_model(facts.pop("model_type"), **facts)
     is_text = config.get_text_config() is config and config.model_type not in FLAT_WITH_IMAGES
     auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     weights = {k.removeprefix("weights/"): t for k, t in tensors.items() if k.startswith("weig")}
     if name == "internlm2":
         weights = unpacked(weights, config)
+    if name == "deepseek":
+        weights = named_back(weights)
     with tempfile.TemporaryDirectory() as folder:  # which stacks the tensors of experts
         config.save_pretrained(folder)
         save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})

@@ -307,7 +307,7 @@ def _muse_glimmer(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
 
 CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _plus_one),
-    **dict.fromkeys(("llama", "olmo", "mistral3"), _by_pairs),
+    **dict.fromkeys(("llama", "olmo", "mistral3", "deepseek"), _by_pairs),
     "falcon": _prefixed(_falcon),
     "mpt": _prefixed(_as_is),
     "dbrx": _dbrx,

@@ -733,6 +733,14 @@ CONFIGS = MappingProxyType(
             "topk_group": 1,
             "first_k_dense_replace": 1,
         },
+        "deepseek": {
+            **_DECODER,
+            **_BIASED_EXPERTS,
+            "architectures": ["DeepseekForCausalLM"],
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+        },
         "dots1": {
             **_DECODER,
             **_BIASED_EXPERTS,
@@ -1331,6 +1339,7 @@ LIKE_OTHERS = (
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
     *(
         "bailing_hybrid",
+        "deepseek",
         "dots1",
         "minimax_m2",
         "glm4_moe_lite",

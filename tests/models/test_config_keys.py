@@ -102,6 +102,7 @@ READ_BY = {
     "deepseek_v3": {"moe_intermediate_size"},
     "kimi_linear": {*_COUNTS, "moe_intermediate_size"},
     "bailing_hybrid": {*_COUNTS, "moe_intermediate_size"},
+    "deepseek": {"moe_intermediate_size", "num_local_experts"},
     "dots1": {"moe_intermediate_size", "num_local_experts"},
     "minimax_m2": {*_COUNTS, "use_qk_norm"},
     "deepseek_v32": {"moe_intermediate_size", "num_local_experts"},

@@ -189,7 +189,7 @@ WITHOUT_EFFECT_OF = {
         ("qwen3vl", {"rope.dimension_sections": [3, 3, 1, 0]}, "must have three sections of 8"),
         ("qwen3vl", {"rope.dimension_sections": "all"}, "sections must be a list"),
         ("ministral3", {"rope.scaling.type": "linear"}, "is supported only beside YaRN"),
-        ("mpt", {"attention.max_alibi_bias": 16.0}, "max_alibi_bias is supported only as 8"),
+        ("mpt", {"attention.max_alibi_bias": 0.0}, "max_alibi_bias must be a positive"),
         ("olmo", {"attention.layer_norm_epsilon": 1e-6}, "is supported only as 1e-05"),
         ("glm4_moe", {"expert_group_count": 2}, "expert_group_count is supported only as 0 or 1"),
     ],

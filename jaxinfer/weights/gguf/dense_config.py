@@ -53,8 +53,7 @@ def mpt_config(meta: ArchitectureMetadata) -> dict[str, Any]:
     """MPT with ALiBi, whose queries, keys and values may be limited."""
     heads, width = _sizes(meta)
     meta.only("feed_forward_length", 4 * width)
-    if meta.number("attention.max_alibi_bias") != _ALIBI:
-        meta.only("attention.max_alibi_bias", _ALIBI)
+    most = meta.number("attention.max_alibi_bias")
     limit = meta.number_if_set("attention.clamp_kqv")
     return {
         "architectures": ["MptForCausalLM"],
@@ -65,7 +64,7 @@ def mpt_config(meta: ArchitectureMetadata) -> dict[str, Any]:
         "max_seq_len": meta.count("context_length"),
         "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon"),
         "no_bias": True,
-        "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": limit},
+        "attn_config": {"alibi": True, "alibi_bias_max": most, "clip_qkv": limit},
     }
 
 

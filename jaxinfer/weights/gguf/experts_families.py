@@ -252,6 +252,21 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
             present={**QKV_BIAS, "use_qk_norm": "attn_q_norm.weight"},
             readers=_BIASED,
         ),
+        "deepseek": Family(
+            "DeepseekForCausalLM",
+            "deepseek",
+            fixed={"norm_topk_prob": False},  # llama.cpp has no other
+            present=QKV_BIAS,
+            readers=(
+                counts(
+                    n_routed_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH
+                ),
+                _SOFTMAX,
+                constant("expert_weights_scale", 1.0),
+                _set_count("n_shared_experts", "expert_shared_count"),
+                _set_count("first_k_dense_replace", _DENSE),
+            ),
+        ),
         "dots1": Family(
             "Dots1ForCausalLM",
             "dots1",

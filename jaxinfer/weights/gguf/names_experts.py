@@ -338,6 +338,9 @@ EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "qwen2_moe": _QWEN2_MOE,
         "olmoe": _QWEN3_MOE,
         "glm4_moe": _GLM4_MOE,
+        "deepseek": replace(
+            LLAMA, layer={**DECODER.layer, **EXPERTS, **_shared("mlp.shared_experts")}
+        ),
         "dots1": _GLM4_MOE,
         "cohere2_moe": _COHERE2_MOE,
         "hy_v3": _HY_V3,
