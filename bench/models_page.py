@@ -44,6 +44,7 @@ GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
         "kimi-linear": "kimi_linear",
         "starcoder": "gpt_bigcode",
         "command-r": "cohere",
+        "muse-glimmer": "muse_glimmer",
         "qwen2vl": "qwen2",
         "qwen3vl": "qwen3",
         "qwen3vlmoe": "qwen3_moe",

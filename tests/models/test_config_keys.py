@@ -351,7 +351,8 @@ def test_each_family_has_keys_of_a_golden_file() -> None:
     found = {golden_config(case)["model_type"] for case in KEYS}
     metadata = [safe_open(GOLDEN / f"{name}.safetensors", "numpy").metadata() for name in files]
     configs = [json.loads(one["config"]) for one in metadata if one and "config" in one]
-    assert found == {c["model_type"] for c in configs if "text_config" not in c}
+    kinds = {c["model_type"] for c in configs if "text_config" not in c}
+    assert found == kinds - {"deepseek"}  # which transformers does not have
 
 
 @pytest.mark.parametrize(
