@@ -6,6 +6,7 @@ Source: ``modeling_zaya`` of Hugging Face transformers. There the residual strea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,15 +33,17 @@ from pallas_kernels.route.routing import Routing
 # transformers' defaults
 _HEAD_DIM, _KV_HEADS, _TAPS, _ROUTER = 128, 2, 2, 256
 _THETA, _LOCAL_THETA, _ROTATED = 5e6, 1e4, 0.5
-_KINDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+_KINDS = MappingProxyType({"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"})
 _TENSORS = ExpertTensors(
     router="mlp.gate.router_mlp.out_proj", choice_bias="mlp.gate.balancing_biases"
 )
 _FACTORS = ("hidden_states_bias", "hidden_states_scale", "residual_bias", "residual_scale")
-_BLOCKS = {
-    "mixer_residual": "post_attention_residual_scale",
-    "ffn_residual": "post_mlp_residual_scale",
-}
+_BLOCKS = MappingProxyType(
+    {
+        "mixer_residual": "post_attention_residual_scale",
+        "ffn_residual": "post_mlp_residual_scale",
+    }
+)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
