@@ -161,6 +161,7 @@ _MODULES = (
     ("LongcatFlashForCausalLM", "jaxinfer.models.longcat_flash"),
     ("MiMoV2FlashForCausalLM", "jaxinfer.models.mimo_v2_flash"),
     ("LagunaForCausalLM", "jaxinfer.models.laguna"),
+    ("ZayaForCausalLM", "jaxinfer.models.zaya"),
     ("ChameleonForConditionalGeneration", "jaxinfer.models.chameleon"),
     ("MuseGlimmerForConditionalGeneration", "jaxinfer.models.muse_glimmer"),
     ("Step3p5ForCausalLM", "jaxinfer.models.step3p5"),

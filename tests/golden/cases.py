@@ -715,6 +715,13 @@ CASES = {
         sliding_attention=HALF_ROTARY), layer_types=kinds("sf"), sliding_window=5, num_experts=3,
         num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20,
         tie_word_embeddings=True),
+    "zaya": case("zaya", without(SIZES, "intermediate_size"), num_hidden_layers=3, head_dim=16,
+        num_experts=4, moe_intermediate_size=24, router_hidden_size=8, sliding_window=7,
+        layer_types=["hybrid", "hybrid_sliding", "hybrid"], cca_time0=3, lm_head_bias=True,
+        tie_word_embeddings=False, pad_token_id=0, rope_parameters=merged(
+        hybrid=merged(DEFAULT_ROPE, partial_rotary_factor=0.25), hybrid_sliding=HALF_ROTARY)),
+    "zaya_plain": case("zaya", without(SIZES, "intermediate_size"), head_dim=8, num_experts=3,
+        moe_intermediate_size=16, router_hidden_size=16),
     "chameleon": case("chameleon", SIZES, CHAMELEON, attention_bias=True, mlp_bias=True,
         rms_norm_eps=1e-2, vocabulary_map={"<image>": 3, "IMGIMGA": 5, "IMGIMGB": 6, "IMGIMGC": 9,
         "a": 10}),

@@ -85,7 +85,7 @@ HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head
 HEADS += ("decoder.weight",)
 FREE_STEPS = (0.0, float("inf"))
 # of which single steps round otherwise; so a choice of tokens would differ that rounding decides
-RECURRENT = {"linear_attention", "conv", "indexed_attention"}
+RECURRENT = {"linear_attention", "conv", "hybrid", "indexed_attention"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (
@@ -150,6 +150,10 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             noise = noise - 2.0  # slow enough that a state is felt over several chunks
         elif ".rg_lru." in name:  # 1 - decay ** 2 of a decay near 1 is rounded
             noise = 0.2 * noise
+        elif name.endswith(("states_scale", "residual_scale", "states_bias", "residual_bias")):
+            noise = 0.1 * noise + name.endswith("scale")  # of ZAYA's stream
+        elif ".router_mlp.fc" in name and tensor.ndim == 2:  # so that choices differ
+            noise = noise * 4 / tensor.shape[-1] ** 0.5
         elif "x_proj_weight" in name:  # of Zamba, whose states grow otherwise
             noise = noise * 0.2 / tensor.shape[-1] ** 0.5
         elif SOFT.search(name):  # of scores that rounding does not decide
@@ -165,6 +169,9 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, tensor in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.data.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
+        if name.endswith("balancing_biases"):  # transformers sets the last when it loads a file
+            tensor.data.copy_(0.02 * torch.randn(tensor.shape, generator=generator) - 1.0)
+            tensor.data[-1] = -1.0
         if name.endswith("layer_scalar"):
             tensor.data.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
 

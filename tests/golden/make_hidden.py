@@ -132,6 +132,7 @@ CASES = (
     "laguna_elements",
     "step3p5_alike",
     "muse_glimmer",
+    "zaya",
     "chameleon_swin",
     "mimo_v2_flash",
     "longcat_flash",

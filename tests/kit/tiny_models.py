@@ -1043,6 +1043,16 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 20,
         },
+        "zaya": {
+            **{k: v for k, v in _DECODER.items() if k != "intermediate_size"},
+            "architectures": ["ZayaForCausalLM"],
+            "head_dim": 16,
+            "layer_types": ["hybrid", "hybrid_sliding"],
+            "sliding_window": 7,
+            "num_experts": 4,
+            "moe_intermediate_size": 24,
+            "router_hidden_size": 8,
+        },
         "chameleon": {
             **_DECODER,
             "architectures": ["ChameleonForConditionalGeneration"],
@@ -1354,7 +1364,7 @@ LIKE_OTHERS = (
     *("lfm2", "lfm2_moe", "nemotron_h", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
     *("falcon_mamba", "jamba", "olmo_hybrid", "minimax"),
     *("bailing", "bailing_v2", "bailing_linear", "bailing_v2_5", "axk1", "dbrx"),
-    *("laguna", "gemma3n", "step3p5", "muse_glimmer", "chameleon"),
+    *("laguna", "gemma3n", "step3p5", "muse_glimmer", "chameleon", "zaya"),
     *("nemotron_h_experts",),
     *("mimo_v2_flash",),
     *("longcat_flash",),
@@ -1397,7 +1407,7 @@ WITH_STATE = (
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
-    *("zamba", "zamba2", "lara_mini"),
+    *("zamba", "zamba2", "lara_mini", "zaya"),
 )
 
 # of Zamba's blocks, without which scores are so large that rounding decides

@@ -144,6 +144,7 @@ READ_BY = {
     "minimax": {"num_local_experts"},
     "axk1": {"moe_intermediate_size", "num_local_experts"},
     "laguna": {*_COUNTS, "moe_intermediate_size"},
+    "zaya": {"moe_intermediate_size", *_COUNTS},
     "muse_glimmer": {"final_logit_softcapping"},
     "step3p5": {
         *("moe_intermediate_size", "num_local_experts", "use_qk_norm", "query_pre_attn_scalar"),
