@@ -24,7 +24,12 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.linear import Norm, Stream, layer_norm, linear
-from jaxinfer.nn.mixers.indexed_latent_spec import KEY, IndexedLatentConfig, IndexerConfig
+from jaxinfer.nn.mixers.indexed_latent_spec import (
+    CHOSEN,
+    KEY,
+    IndexedLatentConfig,
+    IndexerConfig,
+)
 from jaxinfer.nn.mixers.latent import (
     Expansion,
     Projected,
@@ -43,8 +48,6 @@ from pallas_kernels.index_topk.api import IndexTopkArgs, index_topk
 from pallas_kernels.index_topk.ref import NO_POSITION
 from pallas_kernels.kv_append.xla import written
 from pallas_kernels.sparse_latent.api import SparseLatentArgs, sparse_latent
-
-CHOSEN = "chosen"  # int32[T, K]: the positions of each token; -1 for none
 
 
 class IndexedLatentAttention(nn.Module):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import flax.linen as nn
 
 KEY = "index_key"  # the entry of a token in the indexer's pages
+# values of a step that a layer passes to those that follow it
+CHOSEN = "chosen"  # int32[T, K]: the positions of each token; -1 for none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +67,15 @@ class IndexedLatentConfig(LatentAttentionConfig):
         """See ``MixerSpec``. With 8-bit latents the indexer's keys have 16 bits."""
         own = super().state(dtype)
         if self.indexer is None or not self.selects:
-            return replace(own, follows=self.follows)
+            return replace(own, follows=self._followed)
         pages = self.page_dtype or dtype
         keys = Entry(KEY, (self.indexer.head_dim,), ROPE_DTYPE if pages == BITS else pages)
         return LayerState((*own.paged, PagedKind((keys,))))
+
+    @property
+    def _followed(self) -> tuple[tuple[str, int], ...]:
+        """See ``LayerState.follows``."""
+        return () if self.follows is None else ((CHOSEN, self.follows),)
 
     def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``MixerSpec``."""
