@@ -173,6 +173,7 @@ WITH_IMAGES = (
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "MistralLarge4ForConditionalGeneration",
     "Molmo2ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",

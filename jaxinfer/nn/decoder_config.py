@@ -341,6 +341,7 @@ class DecoderSpec:
     logit_scale: float | None = None
     head_bias: bool = False
     head_activation: str | None = None
+    learned_rope: bool = False  # see ``rope_tables``
     own_layout: StateLayout | None = field(default=None, compare=False, repr=False)  # of a share
 
     def for_context(self, length: int) -> DecoderSpec:
