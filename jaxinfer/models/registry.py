@@ -92,6 +92,7 @@ _MODULES = (
     ("DeepseekV32ForCausalLM", "jaxinfer.models.deepseek_v32"),
     ("GlmMoeDsaForCausalLM", "jaxinfer.models.glm_moe_dsa"),
     ("AXK2ForCausalLM", "jaxinfer.models.axk2"),
+    ("MistralLarge4ForConditionalGeneration", "jaxinfer.models.mistral_large4"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
     ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
     ("DeepseekForCausalLM", "jaxinfer.models.deepseek"),

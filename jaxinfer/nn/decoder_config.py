@@ -323,6 +323,7 @@ class DecoderSpec:
     head_bias: bool = False
     never: tuple[tuple[int, int], ...] = ()
     head_activation: str | None = None
+    learned_rope: bool = False  # see ``rope_tables``
     own_layout: StateLayout | None = field(default=None, compare=False, repr=False)  # of a share
 
     def for_context(self, length: int) -> DecoderSpec:

@@ -57,6 +57,7 @@ LENGTHS = {
     # some times index_topk
     **dict.fromkeys(("deepseek_v32", "deepseek_v32_bias"), 40),
     **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
+    "mistral_large4": 40,
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
@@ -95,8 +96,17 @@ ZERO_CENTRED = (
 # published files have other names
 RENAMED = (
     *("gpt_neox", "gpt_neox_sequential", "nemotron_h", "llava", "qwen2_5_vl", "qwen3_vl"),
-    *("gemma3_multimodal", "glm4v", "mistral4", "exaone", "aria", "mllama", "paddleocr_vl"),
-    *("paligemma", "smolvlm", "ernie4_5_vl"),
+    *(
+        "gemma3_multimodal",
+        "glm4v",
+        "mistral4",
+        "mistral_large4",
+        "exaone",
+        "aria",
+        "mllama",
+        "paddleocr_vl",
+    ),
+    *("paligemma", "smolvlm", "ernie4_5_vl", "mistral_large4"),
     *("molmo2", "molmo2_after"),
     *("zamba", "zamba2"),  # which have each block once
 )

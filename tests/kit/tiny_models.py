@@ -679,6 +679,16 @@ CONFIGS = MappingProxyType(
             "topk_group": 2,
             "gated_norm_rank": 6,
         },
+        "mistral_large4": {
+            **_LATENT,
+            **_INDEXER,
+            "architectures": ["MistralLarge4ForConditionalGeneration"],
+            "num_hidden_layers": 4,
+            "n_routed_experts": 8,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "no_rope_layers": [1, 0, 1, 0],
+            "kv_source_layers": [0, 1, 0, 1],
+        },
         "qwen3_5": {
             **_HYBRID,
             "architectures": ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
