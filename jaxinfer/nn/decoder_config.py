@@ -92,7 +92,8 @@ class AttentionConfig(BlockSpec):
     rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a weight of
     each ("layers"). With ``sinks`` each head has a logit beside its scores that takes part in the
     softmax. With ``gate`` the output of each head is multiplied by ``gate_act`` of a projection of
-    the token, with ``head_gate`` by one number. ``values`` says how values are made. Queries, keys
+    the token (``gate_bias``: a part of ``qkv_bias`` is that of the gates), with ``head_gate`` by
+    one number. ``values`` says how values are made. Queries, keys
     and values are limited to ``clip`` and its negative, and queries grow with the position. Scores
     x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the
     epsilon of an RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as
@@ -114,6 +115,7 @@ class AttentionConfig(BlockSpec):
     qk_norm: QKNormKind | None = None
     sinks: bool = False
     gate: bool = False
+    gate_bias: bool = True
     head_gate: bool = False
     gate_act: Literal["sigmoid", "softplus"] = "sigmoid"
     values: Values = "projected"

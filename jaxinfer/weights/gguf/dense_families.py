@@ -6,13 +6,10 @@ architecture.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.core.checks import short
-from jaxinfer.core.errors import CheckpointError
 from jaxinfer.weights.gguf.families import (
     LLAMA_BIASES,
     METAS,
@@ -73,23 +70,9 @@ def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
 
 
 def _apertus(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """Apertus, with constants of xIELU as in all published models.
-
-    Its config.json has a scaled rope by default; a file says so by factors.
-    """
-    for key, value in _XIELU.items():
-        stored = meta.header.metadata.get(key, value)
-        each = stored if isinstance(stored, list) else [stored]
-        if not all(math.isclose(one, value, rel_tol=0.01) for one in each):  # they are rounded
-            raise CheckpointError(
-                f"{meta.header.path}: metadata key {key} is {short(stored)}, and is supported only "
-                f"as {value}; use another model"
-            )
+    """Apertus, whose config.json has a scaled rope by default; a file says so by factors."""
     config = _APERTUS(meta)
     return config | {"rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
-
-
-_XIELU = MappingProxyType({"xielu.beta": 0.5, "xielu.eps": -1e-6})
 
 
 def _mistral3(meta: ArchitectureMetadata) -> dict[str, Any]:
