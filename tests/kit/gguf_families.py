@@ -356,6 +356,8 @@ def tensors_of(config: HFConfig) -> Tensors:
 
 
 def _larger(key: str, value: np.ndarray) -> np.ndarray:
+    if key.endswith(("act_fn.beta", "act_fn.eps")):
+        return np.full_like(value, 0.5 if key.endswith("beta") else -1e-6)  # as published
     if key.endswith(("norm.weight", "layer_scalar", "scale")) or "norm" in key and value.ndim == 1:
         return value if key.endswith("bias") else 1 + value
     return 3 * value if value.ndim > 1 and not key.endswith("A_log") else value
@@ -377,13 +379,11 @@ def write_family(
         _add(writer, f"{case.arch}.{key}", value)
     weights = tensors_of(config) if tensors is None else tensors
     if config.get("hidden_act") == "xielu":
-        for number in ("alpha_n", "alpha_p"):
+        for number in ("alpha_n", "alpha_p", "beta", "eps"):
             each = (
                 weights[f"model.layers.{i}.mlp.act_fn.{number}"] for i in range(_layers(config))
             )
             writer.add_array(f"xielu.{number}", [float(one.item()) for one in each])
-        for number, constant in (("beta", 0.5), ("eps", -1e-6)):
-            writer.add_array(f"xielu.{number}", [constant] * _layers(config))
     if case.arch in ("gemma4", "mistral4"):
         weights = stacked(weights)
     for one in ("long", "short") if case.arch in ("minicpm3", "phimoe") else ():
