@@ -73,6 +73,8 @@ _NAMES = (
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "attention_bias", False)
+    hf.supported_only(config, "q_lora_rank", None)
+    hf.supported_only(config, "norm_topk_prob", True)
     groups = hf.positive_int(config, "n_group", 1) > 1  # of which the two best count
     own = with_rope(config, _ROPE)
     own = hf.with_values(own, {"topk_method": "noaux_tc" if groups else "greedy"})
