@@ -57,6 +57,7 @@ LENGTHS = {
     # some times index_topk
     **dict.fromkeys(("deepseek_v32", "deepseek_v32_bias"), 40),
     **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
+    **dict.fromkeys(("minimax_m3", "minimax_m3_local"), 40),
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
@@ -85,12 +86,12 @@ HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head
 HEADS += ("decoder.weight",)
 FREE_STEPS = (0.0, float("inf"))
 # of which single steps round otherwise; so a choice of tokens would differ that rounding decides
-RECURRENT = {"linear_attention", "conv", "indexed_attention"}
+RECURRENT = {"linear_attention", "conv", "indexed_attention", "minimax_m3_sparse"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2"),
-    *("vaultgemma", "recurrent_gemma", "step3p5"),
+    *("vaultgemma", "recurrent_gemma", "step3p5", "minimax_m3_vl_text"),
 )
 # published files have other names
 RENAMED = (

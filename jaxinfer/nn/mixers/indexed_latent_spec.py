@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 KEY = "index_key"  # the entry of a token in the indexer's pages
 
 
+def index_keys(width: int, pages: jnp.dtype) -> PagedKind:
+    """The pages of an indexer's keys, which have 16 bits if other ``pages`` have 8."""
+    return PagedKind((Entry(KEY, (width,), ROPE_DTYPE if pages == BITS else pages),))
+
+
 @dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
     """DeepSeek's lightning indexer (DeepSeek-V3.2, 2025, arXiv:2512.02556).
@@ -66,9 +71,8 @@ class IndexedLatentConfig(LatentAttentionConfig):
         own = super().state(dtype)
         if self.indexer is None or not self.selects:
             return replace(own, follows=self.follows)
-        pages = self.page_dtype or dtype
-        keys = Entry(KEY, (self.indexer.head_dim,), ROPE_DTYPE if pages == BITS else pages)
-        return LayerState((*own.paged, PagedKind((keys,))))
+        keys = index_keys(self.indexer.head_dim, self.page_dtype or dtype)
+        return LayerState((*own.paged, keys))
 
     def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``MixerSpec``."""
