@@ -131,6 +131,7 @@ CASES = (
     "dbrx",
     "laguna_elements",
     "step3p5_alike",
+    "minimax_m3",
     "muse_glimmer",
     "chameleon_swin",
     "mimo_v2_flash",
