@@ -58,7 +58,7 @@ _NORMS = NormSources(one=plus_one, several=stack_plus_one)
 _FIXED: tuple[tuple[str, Any], ...] = (
     *(("use_gemma_norm", True), ("use_qk_norm", True), ("qk_norm_type", "per_head")),
     *(("use_routing_bias", True), ("scoring_func", "sigmoid"), ("n_shared_experts", 1)),
-    ("attention_output_gate", False),
+    *(("attention_output_gate", False), ("swiglu_beta", _SHIFT)),
 )
 _UNUSED = ("hidden_act", "router_jitter_noise", "num_mtp_modules")  # as in transformers
 _SECTION = "sparse_attention_config"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.block import StepShape, kv_part
+from jaxinfer.nn.block import StepShape, kv_part, part
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.mixers.indexed_latent_spec import index_keys
 from jaxinfer.nn.state import LayerState
@@ -67,10 +67,13 @@ class IndexedAttentionConfig(AttentionConfig):
 
     def share(self, devices: int) -> IndexedAttentionConfig:
         """See ``MixerSpec``."""
-        heads = super().share(devices)
-        own = replace(self.indexer, num_heads=kv_part(self.indexer.num_heads, devices))
-        counts = {"num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads}
-        return replace(self, **counts, indexer=own)
+        pairs = kv_part(self.num_kv_heads, devices)
+        return replace(
+            self,
+            num_heads=part(self.num_heads, devices, "query heads"),
+            num_kv_heads=pairs,
+            indexer=replace(self.indexer, num_heads=pairs),
+        )
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``."""
