@@ -240,13 +240,15 @@ def expert_specs(
     ffn: ExpertsConfig,
     width: int,
     names: ExpertTensors = _TENSORS,
+    routed: int | None = None,
 ) -> Iterator[ParamSpec]:
     """The parameters of a layer's experts, each of which has three tensors of its own.
 
     ``path`` and ``source`` are the starts of the paths of parameters and of the names of tensors;
-    ``width`` is that of the residual stream.
+    ``width`` is that of the residual stream, ``routed`` that of the router's input, if it is
+    another one.
     """
-    yield from router_specs(path, source, ffn, width, names)
+    yield from router_specs(path, source, ffn, routed or width, names)
     e, f, axes = ffn.count, ffn.width, expert_axes(ffn)
 
     def sources(name: str, expert: int, outputs: int, inputs: int) -> Source:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.hf_keys import REMOVE_KEY
@@ -20,6 +22,8 @@ from jaxinfer.nn.mixers.indexed_latent_spec import IndexedLatentConfig, IndexerC
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 
 FULL, SHARED = "full", "shared"  # layers with an indexer, and those that follow one
+_OFFSET = 2  # transformers' default of index_skip_topk_offset
+_LETTERS = MappingProxyType({"F": FULL, "S": SHARED})  # of index_topk_pattern
 
 
 def indexed_config(
@@ -30,13 +34,15 @@ def indexed_config(
     interleaved: bool,
     ffns: Sequence[FeedForwardSpec],
     kinds: Sequence[str] | None = None,
+    of_tokens: bool = False,
     **more: Any,
 ) -> DecoderSpec:
     """A decoder from ``config.json`` whose layers choose tokens.
 
     ``heads`` is the family's default of ``index_n_heads``, ``interleaved`` says how its indexer
-    rotates, and ``kinds`` whether each layer has one (None: all do); ``more`` are further fields of
-    the mixers. Raises ``ConfigError`` with the key.
+    rotates, and ``kinds`` whether each layer has one (None: all do). With ``of_tokens`` its queries
+    are made of tokens, and grow. ``more`` are further fields of the mixers. Raises ``ConfigError``
+    with the key.
     """
     hf.layer_kinds(config, "layer_types", len(ffns), ("indexed_attention",))
     hf.supported_only(config, "rope_interleave", True)
@@ -50,11 +56,13 @@ def indexed_config(
         num_heads=hf.positive_int(config, "index_n_heads", heads),
         head_dim=hf.positive_int(config, "index_head_dim", 128),
         interleaved=interleaved,
+        of_tokens=of_tokens,
+        learned_growth=of_tokens,
     )
     mixer = decoder.layers[0].mixer
     assert isinstance(mixer, LatentAttentionConfig)
     own = {field.name: getattr(mixer, field.name) for field in fields(mixer)} | more
-    if mixer.query_rank is None:
+    if mixer.query_rank is None and not of_tokens:
         raise ConfigError("config key 'q_lora_rank' is null; the indexer needs the queries' latent")
     if indexer.head_dim < mixer.rope_dim:
         raise ConfigError(
@@ -72,6 +80,25 @@ def indexed_config(
     return replace(decoder, layers=tuple(layers))
 
 
+def indexer_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Whether each layer has an indexer: ``indexer_types`` decides, else a pattern, else a step."""
+    given = hf.layer_kinds(config, "indexer_types", num_layers, (FULL, SHARED))
+    pattern = config.get("index_topk_pattern")
+    step = max(hf.layer_index(config, "index_topk_freq", 1), 1)
+    first = hf.layer_index(config, "index_skip_topk_offset", _OFFSET) - 1  # that may follow one
+    if isinstance(pattern, str):
+        pattern = [_LETTERS.get(letter, letter) for letter in pattern]
+    if given is None:
+        key = "index_topk_pattern"
+        given = hf.layer_kinds({key: pattern}, key, num_layers, (FULL, SHARED))
+    kinds = given or [SHARED if max(i - first, 0) % step else FULL for i in range(num_layers)]
+    if kinds[0] != FULL:
+        raise ConfigError(
+            f"config key 'indexer_types' is {short(kinds)}; the first layer needs an indexer"
+        )
+    return kinds
+
+
 def indexed_param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """The parameters of the decoder, with Hugging Face's names of their sources."""
     specs = [*latent_param_specs(config)]
@@ -85,17 +112,30 @@ def _indexer_specs(
     c: IndexedLatentConfig, indexer: IndexerConfig, width: int, layer: int
 ) -> Iterator[ParamSpec]:
     """The parameters of an indexer. Every device chooses for itself, so they are not divided."""
-    assert c.query_rank is not None
     path, source = f"layers_{layer}/", f"model.layers.{layer}.self_attn.indexer."
     heads, dim = indexer.num_heads, indexer.head_dim
+    inputs = width if indexer.of_tokens else c.query_rank
+    assert inputs is not None, "queries are made of their latent or of tokens"
     linears = (
-        Linear("index_q", ("wq_b",), (c.query_rank, heads * dim), (None, None), bias=False),
+        Linear("index_q", ("wq_b",), (inputs, heads * dim), (None, None), bias=False),
         Linear("index_k", ("wk",), (width, dim), (None, None), bias=False),
     )
     yield from linear_specs(path, source, linears)[0]
-    norm = tuple(Source(f"{source}k_norm.{kind}", (dim,)) for kind in ("weight", "bias"))
-    array = ArraySpec((2, dim), (None, None), jnp.dtype(jnp.float32))
-    yield ParamSpec(f"{path}index_k_norm", array, norm, stack)
+    norms = {"index_k_norm": ("k_norm", dim)}
+    if indexer.of_tokens:
+        norms["index_q_norm"] = ("q_input_norm", width)
+    for name, (norm, size) in norms.items():
+        own = tuple(Source(f"{source}{norm}.{kind}", (size,)) for kind in ("weight", "bias"))
+        array = ArraySpec((2, size), (None, None), jnp.dtype(jnp.float32))
+        yield ParamSpec(path + name, array, own, stack)
+    if indexer.learned_growth:
+        yield growth_spec(f"{path}index_q_growth", source, heads, None)
     weights = Source(f"{source}weights_proj.weight", (heads, width))
     array = ArraySpec(weights.shape, (None, None))
     yield ParamSpec(f"{path}index_weights", array, (weights,), as_is)
+
+
+def growth_spec(path: str, source: str, heads: int, axis: str | None) -> ParamSpec:
+    """The parameters of queries that grow with the position: see ``LatentAttentionConfig``."""
+    own = tuple(Source(f"{source}softmax_scaling.{kind}", (heads,)) for kind in ("scale", "bias"))
+    return ParamSpec(path, ArraySpec((2, heads), (None, axis)), own, stack)

@@ -290,7 +290,8 @@ def _latent_specs(
     config: DecoderSpec, c: LatentAttentionConfig, path: str, own: str
 ) -> Iterator[ParamSpec]:
     """The norms of latents, and the weight that expands them; ``own`` begins tensors' names."""
-    yield _norm_spec(config, f"{path}kv_norm", own, ("kv_a_layernorm",), c.rank)
+    if c.own_entries:
+        yield _norm_spec(config, f"{path}kv_norm", own, ("kv_a_layernorm",), c.rank)
     if c.query_rank is not None:
         yield _norm_spec(config, f"{path}q_norm", own, ("q_a_layernorm",), c.query_rank)
     expanded = Source(f"{own}kv_b_proj.weight", (c.num_heads * (c.nope_dim + c.value_dim), c.rank))
@@ -313,9 +314,10 @@ def _input_specs(c: LatentAttentionConfig, width: int, path: str, own: str) -> I
     if outputs is None:
         name, outputs = "q_proj", c.num_heads * c.head_dim
     parts = {own + name: outputs}
-    parts[f"{own}kv_a_proj_with_mqa"] = c.entry_dim
+    if c.own_entries:
+        parts[f"{own}kv_a_proj_with_mqa"] = c.entry_dim
     sources = tuple(Source(f"{part}.weight", (out, width)) for part, out in parts.items())
-    array = ArraySpec((width, outputs + c.entry_dim), (None, None))
+    array = ArraySpec((width, sum(parts.values())), (None, None))
     yield ParamSpec(path + "q_kv_a", array, sources, join_outputs, matrix="out_in")
     if c.bias:
         biased = [(part, out) for part, out in parts.items() if not part.endswith(".q_proj")]

@@ -159,7 +159,12 @@ def _indexer(
     heads, dim, block, top_k = (hf.positive_int(config, key, own) for key, _, own in _INDEXER[:4])
     local = hf.layer_index(config, _INDEXER[4][0], _INDEXER[4][2])
     for key, value, needed, fits in (
-        ("index_n_heads", heads, f"{mixer.num_kv_heads}, one for each KV head", heads == mixer.num_kv_heads),
+        (
+            "index_n_heads",
+            heads,
+            f"{mixer.num_kv_heads}, one for each KV head",
+            heads == mixer.num_kv_heads,
+        ),
         ("index_head_dim", dim, f"at least {rope.width}, which rotate", dim >= rope.width),
         ("index_local_blocks", local, f"at most {top_k}, 'index_topk_blocks'", local <= top_k),
     ):
@@ -185,7 +190,9 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
         config,
         count="num_local_experts",
         width="intermediate_size",
-        routing=Routing(experts_per_token(config), scores="sigmoid", renormalised=True, scale=scale),
+        routing=Routing(
+            experts_per_token(config), scores="sigmoid", renormalised=True, scale=scale
+        ),
         activation=swiglu,
         choice_bias=True,
         shared=network("shared_intermediate_size", _SHARED_WIDTH),

@@ -175,6 +175,7 @@ WITH_IMAGES = (
     "Gemma4UnifiedForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
+    "MistralLarge4ForConditionalGeneration",
     "Molmo2ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",

@@ -10,8 +10,8 @@ as [in, out], and GEMMs are ``x @ w``. Parameters, whose shapes are those of ``m
     final_norm [D]              layer norms may have a bias after each weight: [4, D],
     lm_head    [D, V]           and final_norm [2, D]; parallel blocks may share a norm: [1, D]
       unless tied               plain layer norms are not here
-    lm_head_bias [V]
-      with a head bias
+    lm_head_bias [V]                rope_alpha float32[H / 2]
+      with a head bias                with a learned rope
     embed_norm [D], [2, D]          project_in [E, D], project_out [D, E]
       with a norm of embeddings       with embeddings, and a head, of another width E
 """
@@ -276,7 +276,8 @@ class Decoder(nn.Module):
         """
         c = self.spec
         last = len(c.layers) - 1 if state is None else c.layout.last_with_state
-        tables = (Angles(*rope_tables(rope, ctx.positions)) for rope in c.ropes)
+        learned = param(self, "rope_alpha") if c.learned_rope else None
+        tables = (Angles(*rope_tables(rope, ctx.positions, learned)) for rope in c.ropes)
         ctx = replace(ctx, angles=tuple(tables))
         returned: dict[int | None, LayerArrays | None] = {}  # by mixers
         for i in layers:

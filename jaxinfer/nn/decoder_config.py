@@ -188,14 +188,15 @@ class ExpertsConfig(FeedForwardSpec):
 
     ``bias`` says that experts have biases (or their "sum" has one), ``router_bias`` that logits do,
     ``choice_bias`` that the scores by which experts are chosen have them, ``expert_scale`` that
-    weights are multiplied by a parameter of each expert. ``shared`` is a network that every
-    token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and
-    it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token that chooses one expert is
+    weights are multiplied by a parameter of each expert. ``shared`` is a network that every token
+    uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and it is
+    multiplied by ``shared_scale``. With ``weighs_inputs`` a token that chooses one expert is
     multiplied by its weight before the expert instead of after it (Llama 4). Choices from ``count``
-    on are of ``zero_experts``, which return the token itself. With ``latent`` experts read a
-    projection of the token to that width, and their sum is projected back. ``dummy_routing``
-    replaces the router's choices, for benchmarks of random weights: see ``EngineConfig``.
-    ``slices``: several devices have a part of the columns of every expert, not whole experts.
+    on are of ``zero_experts``, which return the token itself, without ``zero_keeps`` zeros. With
+    ``latent`` experts read a projection of the token to that width, and their sum is projected
+    back. ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
+    ``EngineConfig``. ``slices``: several devices have a part of the columns of every expert, not
+    whole experts.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -213,6 +214,7 @@ class ExpertsConfig(FeedForwardSpec):
     weighs_inputs: bool = False
     latent: int | None = None
     zero_experts: int = 0
+    zero_keeps: bool = True
     dummy_routing: str = "auto"
     slices: bool = False
 
@@ -323,6 +325,7 @@ class DecoderSpec:
     head_bias: bool = False
     never: tuple[tuple[int, int], ...] = ()
     head_activation: str | None = None
+    learned_rope: bool = False  # see ``rope_tables``
     own_layout: StateLayout | None = field(default=None, compare=False, repr=False)  # of a share
 
     def for_context(self, length: int) -> DecoderSpec:

@@ -315,9 +315,15 @@ def inverse_frequencies(rope: RopeConfig) -> np.ndarray:  # float32[width / 2]
 def rope_tables(
     rope: RopeConfig,
     positions: jax.Array,  # int32[T]
+    learned: jax.Array | None = None,  # float32[H / 2]
 ) -> tuple[jax.Array, jax.Array]:  # float32[T, H / 2] each
-    """Cosine and sine of each token's angles; they are computed once per step."""
-    angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope)
+    """Cosine and sine of each token's angles; they are computed once per step.
+
+    Frequencies are multiplied by the exponentials of those that are ``learned``.
+    """
+    frequencies = inverse_frequencies(rope)
+    frequencies = frequencies if learned is None else frequencies * jnp.exp(learned)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
     angles = -angles if rope.backwards else angles
     cos, sin = jnp.cos(angles) * rope.attention_scale, jnp.sin(angles) * rope.attention_scale
     if rope.width == rope.head_dim:

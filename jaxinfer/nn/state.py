@@ -100,8 +100,8 @@ class LayerState:
     number, which has written them in the same step. In the dense form it gets what that layer's
     mixer returns as its state.
 
-    With ``follows`` the layer also gets what the mixer of an earlier layer, of this number, has
-    returned with its state under names of no entry: values of this step alone.
+    ``follows`` are names and numbers of earlier layers, whose mixers have returned a value of this
+    step under that name, with their states: the layer gets it under the same name.
     """
 
     paged: tuple[PagedKind, ...] = ()
@@ -109,7 +109,7 @@ class LayerState:
     align: int = 1
     chunk: int | None = None
     of: int | None = None
-    follows: int | None = None
+    follows: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         """Check that a layer either has state or reads that of another one."""
@@ -172,7 +172,7 @@ class LayerPlace:
     groups: tuple[int, ...]
     arrays: tuple[tuple[str, int], ...]  # (name, index in ``StateLayout.arrays``)
     of: int | None = None
-    follows: int | None = None
+    follows: tuple[tuple[str, int], ...] = ()
 
     def take(self, state: State) -> LayerArrays:
         """The layer's arrays."""
@@ -206,8 +206,10 @@ class StateLayout:
 
     @property
     def last_with_state(self) -> int:
-        """The last layer with arrays of its own; later ones only read those of others, or none."""
-        own = (i for i, place in enumerate(self.layers) if place.of is None and place.arrays)
+        """The last layer with arrays of its own, or that follows others; later ones only read those
+        of others, or none.
+        """
+        own = (i for i, x in enumerate(self.layers) if x.of is None and (x.arrays or x.follows))
         return max(own, default=-1)
 
     def given(
@@ -217,20 +219,17 @@ class StateLayout:
         returned: Mapping[int | None, LayerArrays | None],  # by the mixers of earlier layers
     ) -> LayerArrays | None:
         """The arrays of a layer, in the dense form what layer ``of`` has returned, and the values
-        of the layer that it follows.
+        of layers that it follows, if they have returned some.
         """
         place = self.layers[layer]
         own = place.take(state) if state is not None else returned.get(place.of)
-        if place.follows is None:
-            return own
-        kept = {name for name, _ in self.layers[place.follows].arrays}
-        values = (returned[place.follows] or {}).items()
-        return {**(own or {}), **{name: x for name, x in values if name not in kept}}
+        values = ((name, (returned[of] or {}).get(name)) for name, of in place.follows)
+        found = {name: value for name, value in values if value is not None}
+        return {**(own or {}), **found} if found else own
 
     def border_before(self, layer: int) -> int:
         """The last number up to ``layer`` such that no layer from it on follows one before it."""
-        found = (place.follows for place in self.layers[layer:])
-        first = min((of for of in found if of is not None), default=layer)
+        first = min((of for x in self.layers[layer:] for _, of in x.follows), default=layer)
         return layer if first >= layer else self.border_before(first)
 
     @property
@@ -317,7 +316,7 @@ def state_layout(layers: Sequence[LayerState]) -> StateLayout:
         named += [(entry.name, at) for at, entry in enumerate(layer.per_slot, len(arrays))]
         arrays += [(entry, None) for entry in layer.per_slot]
         assert len(dict(named)) == len(named), f"layer {i} has two entries of one name"
-        assert layer.follows is None or layer.follows < i, f"layer {i} follows a later one"
+        assert all(of < i for _, of in layer.follows), f"layer {i} follows a later one"
         groups_of = tuple(places[kind, i][0] for kind in layer.paged)
         found.append(LayerPlace(groups_of, tuple(named), follows=layer.follows))
     entries, of_pools = zip(*arrays, strict=True) if arrays else ((), ())

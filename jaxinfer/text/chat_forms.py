@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from jaxinfer.text.template_probes import PROBE_FUNCTION, PROBE_KEY, TemplatePro
 GUIDANCE = ("system", "developer")
 ROLES = (*GUIDANCE, "user", "assistant", "tool")  # of OpenAI's chats
 MAX_ROLE_CHARACTERS = 64  # that an error repeats
+_SHORT_ID = re.compile(r"[0-9A-Za-z]{9}")
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 
 
@@ -29,7 +32,9 @@ def adapted_messages(probes: TemplateProbes, messages: Sequence[Message]) -> lis
     """
     for index, message in enumerate(messages):
         _check_role(probes, f"messages[{index}]", message["role"])
-    named = _with_names(probes, messages)
+    named = list(_with_names(probes, messages))
+    if any(one.get("tool_calls") for one in named) and probes.limits_ids:
+        named = [_with_short_ids(one) for one in named]
     contents = [_adapted(probes, f"messages[{n}]", one) for n, one in enumerate(named)]
     return list(_calls_and_results(probes, _guidance(probes, contents)))
 
@@ -175,6 +180,23 @@ def _with_results(
         yield {**message, "tool_calls": [call]}
         yield from found
         message = _without_text(probes, message)
+
+
+def _with_short_ids(message: Message) -> Message:
+    """A message whose ids of calls are nine letters and digits: those of other servers by their
+    digests.
+    """
+    message = dict(message)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
+    if "tool_call_id" in message:
+        message["tool_call_id"] = _short_id(message["tool_call_id"])
+    return message
+
+
+def _short_id(call_id: Any) -> str:
+    text = str(call_id or "")
+    return text if _SHORT_ID.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
 def _with_names(probes: TemplateProbes, messages: Sequence[Message]) -> Iterator[Message]:

@@ -182,6 +182,19 @@ class TemplateProbes:
         return shows_apart and not self._shown([_QUESTION, both, *results], *values)
 
     @cached_property
+    def limits_ids(self) -> bool:
+        """True if the template takes ids of calls that are nine letters and digits, as Mistral's
+        are, and refuses those of other servers.
+        """
+
+        def shown(call_id: str) -> bool:
+            call, result = _call(*self.call_form), {**_result(), "tool_call_id": call_id}
+            calls = [{**one, "id": call_id} for one in call["tool_calls"]]
+            return self._shown([_QUESTION, {**call, "tool_calls": calls}, result], _VALUE)
+
+        return shown(_IDS[0]) and not shown(f"call_{_IDS[0]}")
+
+    @cached_property
     def needs_names(self) -> bool:
         """True if a result needs the name of its function, which OpenAI's clients do not send:
         without it the template fails, or writes a word for nothing in its place, as Gemma's.

@@ -75,9 +75,11 @@ def _spec_from_folder(folder: Path) -> TokenizerSpec:
             f"{folder} holds no tokenizer.json; add it, name a model that has a tokenizer with "
             "tokenizer= (--tokenizer), or pass token ids with skip_tokenizer_init=True"
         )
-    config, read = _read_json(folder / "tokenizer_config.json"), VOCABULARIES[file.name]
+    read = VOCABULARIES[file.name]
+    text = _read(file) if read is None else None
+    config = _read_json(folder / "tokenizer_config.json")
     return TokenizerSpec(
-        tokenizer_json=_read(file) if read is None else None,
+        tokenizer_json=text,
         gguf_metadata=None if read is None else read(file.read_bytes(), config),
         tokenizer_config=config,
         special_tokens_map=_read_json(folder / "special_tokens_map.json"),

@@ -34,9 +34,7 @@ CASES = (
         padding=2,
         max_pages=40,
     ),
-    SparseAttentionCase(
-        name="tiny_fp8", seq_lens=(15, 33), query_lens=(3, 7), kv_dtype=str(BITS)
-    ),
+    SparseAttentionCase(name="tiny_fp8", seq_lens=(15, 33), query_lens=(3, 7), kv_dtype=str(BITS)),
     SparseAttentionCase(  # blocks that begin within pages
         name="tiny_odd_blocks",
         seq_lens=(40, 129),

@@ -31,7 +31,9 @@ def sparse_attention(args: SparseAttentionArgs, *, fixed: bool = False) -> jax.A
         at, reads = (x.reshape(*blocks.shape[:2], -1) for x in (jnp.maximum(at, 0), reads))
         ids = args.page_table.at[rows[:, None, None], jax.lax.div(at, page_size)].get(mode="clip")
         slots = ids, jax.lax.rem(at, page_size), jnp.arange(kv_heads)[:, None]
-        found = [pool.at[slots].get(mode="clip") for pool in pools]  # [W, K, L, H], scales [W, K, L]
+        found = [
+            pool.at[slots].get(mode="clip") for pool in pools
+        ]  # [W, K, L, H], scales [W, K, L]
         if len(found) > 2:
             pairs = zip(found[:2], found[2:], strict=True)
             found = [values_of(x) * scales[..., None] for x, scales in pairs]

@@ -33,11 +33,11 @@ MAMBAS = (
     *("recurrent_gemma", "rwkv"),  # linear recurrences
     *("zamba", "zamba2"),  # after blocks that several layers use
 )
-NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear", "bailing_hybrid", "lfm2", *MAMBAS)
+NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear", "bailing_hybrid", "lfm2", "zaya", *MAMBAS)
 # scans over chunks of 64 tokens: decays of heads, of channels
 SCANS = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "bailing_hybrid", *MAMBAS])
 EACH = pytest.mark.parametrize(
-    "name", ["qwen3_5", "kimi_linear", "bailing_hybrid", "lfm2", *MAMBAS]
+    "name", ["qwen3_5", "kimi_linear", "bailing_hybrid", "lfm2", "zaya", *MAMBAS]
 )
 
 

@@ -68,7 +68,7 @@ def test_pages_of_the_indexer() -> None:
     assert state.bytes_per_entry == (3 * 4 * (16 + 8), 4 * 16)
     assert [entry.name for entry in state.arrays] == ["latent", "index_key", "latent", "latent"]
     assert state.pools == (0, 1, 0, 0)
-    assert [layer.follows for layer in state.layers] == [None, 0, 0]
+    assert [layer.follows for layer in state.layers] == [(), (("chosen", 0),), (("chosen", 0),)]
     # a prompt step is not split between a layer and one that follows it
     assert [state.border_before(layer) for layer in range(4)] == [0, 0, 0, 3]
 

@@ -121,6 +121,7 @@ def workspace_of(traced: jax.stages.Traced) -> int:
         ("qwen3_5", Bucket(0, 512, 4), LOOSE),
         ("kimi_linear", Bucket(0, 512, 4), LOOSE),
         ("lfm2", Bucket(0, 512, 4), LOOSE),
+        ("zaya", Bucket(0, 512, 4), LOOSE),
     ],
     ids=lambda value: value.name if isinstance(value, Bucket) else str(value),
 )

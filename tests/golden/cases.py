@@ -709,6 +709,14 @@ CASES = {
     "glm_moe_dsa_groups": case("glm_moe_dsa", OWN_LATENT, BIASED_EXPERTS, GROUPS, INDEXER,
         n_routed_experts=8, index_topk_pattern="FSS", attention_bias=True, qk_nope_head_dim=16,
         v_head_dim=20, mlp_layer_types=kinds("eed")),
+    # layers 0 and 2 rotate, the others do not; layers 2 and 3 have the latents of 0 and 1, of
+    # which 3 has an indexer, and 2 and 4 choose as the layer before
+    "mistral_large4": case("mistral_large4", text_config=merged(LATENT_SIZES, NO_TOKENS,
+        BIASED_EXPERTS, GROUPS, INDEXER, num_hidden_layers=5, n_routed_experts=8,
+        n_shared_experts=1, first_k_dense_replace=1, no_rope_layers=[1, 0, 1, 0, 0],
+        kv_source_layers=[0, 1, 0, 1, 4], index_topk_pattern="FFSFS",
+        rope_parameters=merged(LATENT_ROPE, attention_factor=1.0), rms_norm_eps=1e-3),
+        vision_config=PIXTRAL, tie_word_embeddings=False),
     "axk2": case("axk2", OWN_LATENT, BIASED_EXPERTS, INDEXER, n_shared_experts=1,
         gated_norm_rank=6, rope_parameters=merged(LATENT_ROPE, mscale=1.0, mscale_all_dim=1.0)),
     "axk2_groups": case("axk2", OWN_LATENT, BIASED_EXPERTS, GROUPS, INDEXER, n_routed_experts=8,
@@ -730,6 +738,13 @@ CASES = {
         sliding_attention=HALF_ROTARY), layer_types=kinds("sf"), sliding_window=5, num_experts=3,
         num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20,
         tie_word_embeddings=True),
+    "zaya": case("zaya", without(SIZES, "intermediate_size"), num_hidden_layers=3, head_dim=16,
+        num_experts=4, moe_intermediate_size=24, router_hidden_size=8, sliding_window=7,
+        layer_types=["hybrid", "hybrid_sliding", "hybrid"], cca_time0=3, lm_head_bias=True,
+        tie_word_embeddings=False, pad_token_id=0, rope_parameters=merged(
+        hybrid=merged(DEFAULT_ROPE, partial_rotary_factor=0.25), hybrid_sliding=HALF_ROTARY)),
+    "zaya_plain": case("zaya", without(SIZES, "intermediate_size"), head_dim=8, num_experts=3,
+        moe_intermediate_size=16, router_hidden_size=16),
     "chameleon": case("chameleon", SIZES, CHAMELEON, attention_bias=True, mlp_bias=True,
         rms_norm_eps=1e-2, vocabulary_map={"<image>": 3, "IMGIMGA": 5, "IMGIMGB": 6, "IMGIMGC": 9,
         "a": 10}),

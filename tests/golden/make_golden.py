@@ -59,6 +59,7 @@ LENGTHS = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v32_bias"), 40),
     **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text"), 40),
+    "mistral_large4": 40,
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
@@ -87,7 +88,7 @@ HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head
 HEADS += ("decoder.weight",)
 FREE_STEPS = (0.0, float("inf"))
 # of which single steps round otherwise; so a choice of tokens would differ that rounding decides
-RECURRENT = {"linear_attention", "conv", "indexed_attention", "minimax_m3_sparse"}
+RECURRENT = {"linear_attention", "conv", "hybrid", "indexed_attention", "minimax_m3_sparse"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (
@@ -97,8 +98,17 @@ ZERO_CENTRED = (
 # published files have other names
 RENAMED = (
     *("gpt_neox", "gpt_neox_sequential", "nemotron_h", "llava", "qwen2_5_vl", "qwen3_vl"),
-    *("gemma3_multimodal", "glm4v", "mistral4", "exaone", "aria", "mllama", "paddleocr_vl"),
-    *("paligemma", "smolvlm", "ernie4_5_vl"),
+    *(
+        "gemma3_multimodal",
+        "glm4v",
+        "mistral4",
+        "mistral_large4",
+        "exaone",
+        "aria",
+        "mllama",
+        "paddleocr_vl",
+    ),
+    *("paligemma", "smolvlm", "ernie4_5_vl", "mistral_large4"),
     *("molmo2", "molmo2_after"),
     *("zamba", "zamba2"),  # which have each block once
 )
@@ -152,6 +162,10 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             noise = noise - 2.0  # slow enough that a state is felt over several chunks
         elif ".rg_lru." in name:  # 1 - decay ** 2 of a decay near 1 is rounded
             noise = 0.2 * noise
+        elif name.endswith(("states_scale", "residual_scale", "states_bias", "residual_bias")):
+            noise = 0.1 * noise + name.endswith("scale")  # of ZAYA's stream
+        elif ".router_mlp.fc" in name and tensor.ndim == 2:  # so that choices differ
+            noise = noise * 4 / tensor.shape[-1] ** 0.5
         elif "x_proj_weight" in name:  # of Zamba, whose states grow otherwise
             noise = noise * 0.2 / tensor.shape[-1] ** 0.5
         elif SOFT.search(name):  # of scores that rounding does not decide
@@ -167,6 +181,9 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, tensor in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.data.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
+        if name.endswith("balancing_biases"):  # transformers sets the last when it loads a file
+            tensor.data.copy_(0.02 * torch.randn(tensor.shape, generator=generator) - 1.0)
+            tensor.data[-1] = -1.0
         if name.endswith("layer_scalar"):
             tensor.data.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
 

@@ -133,6 +133,7 @@ CASES = (
     "step3p5_alike",
     "minimax_m3",
     "muse_glimmer",
+    "zaya",
     "chameleon_swin",
     "mimo_v2_flash",
     "longcat_flash",

@@ -182,6 +182,17 @@ def family(name: str) -> Callable[[Path], None]:
     return lambda folder: check_equal(written(folder / name, config_of(name)), folder, (2, DEVICES))
 
 
+def undivided(name: str) -> Callable[[Path], None]:
+    """A check that one family is refused on several devices, before weights are read."""
+
+    def check(folder: Path) -> None:
+        path = written(folder / name, config_of(name))
+        settings = {**SIZES, "cache_dir": str(folder / "cache"), "tensor_parallel_size": 2}
+        check_refused(lambda: LLM(str(path), **settings), "cannot be divided among 2 devices")
+
+    return check
+
+
 def fp8_pages(folder: Path) -> None:
     """Scales are divided with their heads; of two KV heads each is on two of four devices."""
     for name in ("llama", "gemma3"):
@@ -690,6 +701,7 @@ def bundles(folder: Path) -> None:
     )
 
 
+UNDIVIDED = ("doge", "zaya")
 CHECKS: dict[str, Callable[[Path], None]] = {
     "loading": check_loading,
     "refusals": check_refusals,
@@ -713,7 +725,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "qwen3_5_tiers": tiers("qwen3_5", 2),
     "fp8_pages": fp8_pages,
     "bundles": bundles,
-    **{name: family(name) for name in CONFIGS},
+    **{name: (undivided if name in UNDIVIDED else family)(name) for name in CONFIGS},
     **{f"{name}_sliced": sliced(name) for name in SLICED},
 }
 

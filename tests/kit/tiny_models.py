@@ -679,6 +679,16 @@ CONFIGS = MappingProxyType(
             "topk_group": 2,
             "gated_norm_rank": 6,
         },
+        "mistral_large4": {
+            **_LATENT,
+            **_INDEXER,
+            "architectures": ["MistralLarge4ForConditionalGeneration"],
+            "num_hidden_layers": 4,
+            "n_routed_experts": 8,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "no_rope_layers": [1, 0, 1, 0],
+            "kv_source_layers": [0, 1, 0, 1],
+        },
         "qwen3_5": {
             **_HYBRID,
             "architectures": ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
@@ -1066,6 +1076,16 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 20,
         },
+        "zaya": {
+            **{k: v for k, v in _DECODER.items() if k != "intermediate_size"},
+            "architectures": ["ZayaForCausalLM"],
+            "head_dim": 16,
+            "layer_types": ["hybrid", "hybrid_sliding"],
+            "sliding_window": 7,
+            "num_experts": 4,
+            "moe_intermediate_size": 24,
+            "router_hidden_size": 8,
+        },
         "chameleon": {
             **_DECODER,
             "architectures": ["ChameleonForConditionalGeneration"],
@@ -1377,7 +1397,7 @@ LIKE_OTHERS = (
     *("lfm2", "lfm2_moe", "nemotron_h", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
     *("falcon_mamba", "jamba", "olmo_hybrid", "minimax"),
     *("bailing", "bailing_v2", "bailing_linear", "bailing_v2_5", "axk1", "dbrx"),
-    *("laguna", "gemma3n", "step3p5", "muse_glimmer", "chameleon"),
+    *("laguna", "gemma3n", "step3p5", "muse_glimmer", "chameleon", "zaya"),
     *("nemotron_h_experts",),
     *("mimo_v2_flash",),
     *("longcat_flash",),
@@ -1420,7 +1440,7 @@ WITH_STATE = (
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
-    *("zamba", "zamba2", "lara_mini"),
+    *("zamba", "zamba2", "lara_mini", "zaya"),
 )
 
 # of Zamba's blocks, without which scores are so large that rounding decides

@@ -109,6 +109,7 @@ READ_BY = {
     "deepseek_v32": {"moe_intermediate_size", "num_local_experts"},
     "glm_moe_dsa": {"moe_intermediate_size", "num_local_experts"},
     "axk2": {"moe_intermediate_size", "num_local_experts"},
+    "mistral_large4": {*("moe_intermediate_size", "num_local_experts", "final_logit_softcapping")},
     "glm4_moe_lite": {"moe_intermediate_size", "num_local_experts"},
     "exaone_moe": {*_COUNTS, "moe_intermediate_size", "sliding_window_pattern"},
     "solar_open": {"moe_intermediate_size", "num_local_experts"},
@@ -145,6 +146,7 @@ READ_BY = {
     "minimax": {"num_local_experts"},
     "axk1": {"moe_intermediate_size", "num_local_experts"},
     "laguna": {*_COUNTS, "moe_intermediate_size"},
+    "zaya": {"moe_intermediate_size", *_COUNTS},
     "muse_glimmer": {"final_logit_softcapping"},
     "step3p5": {
         *("moe_intermediate_size", "num_local_experts", "use_qk_norm", "query_pre_attn_scalar"),

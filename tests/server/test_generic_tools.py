@@ -192,6 +192,18 @@ def test_a_grammar_beside_tools(servers: dict[str, Server]) -> None:
     assert error["param"] == "structured_outputs.grammar" and "itself" in error["message"]
 
 
+@pytest.mark.parametrize("text", ['{"n": 7}', '{\n  "n": 7\n}'])
+def test_a_schema_beside_tools(servers: dict[str, Server], text: str) -> None:
+    server, device = servers["smollm2"]
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    device.speak(text)
+    assert message_of(server, **fields)[0]["content"] == text
+    device.speak(CALL)
+    assert call_of(message_of(server, **fields)[0]) == ("weather", {"city": "Rome"})
+
+
 def test_an_answer_that_is_cut_off_shows_no_json(servers: dict[str, Server]) -> None:
     server, device = servers["smollm2"]
     for said in (CALL, ANSWER):

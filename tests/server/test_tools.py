@@ -196,6 +196,17 @@ def test_required_calls_are_enforced(scripted: Scripted, thinks: bool) -> None:
         assert getattr(found.message, "reasoning", "") == ("well" if thinks else "")
 
 
+def test_some_of_the_tools_are_allowed(scripted: Scripted) -> None:
+    pytest.importorskip("llguidance")
+    allowed = [{"type": "function", "function": {"name": "clock"}}]
+    for mode, reason in (("auto", "stop"), ("required", "tool_calls")):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+        fields = {"tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 400}
+        found = scripted.answer("<to No.", **fields)
+        assert found.finish_reason == reason
+        assert [name for name, _ in calls_of(found.message)] == ["clock"] * (mode == "required")
+
+
 def test_strict_arguments_follow_their_schema(scripted: Scripted) -> None:
     """The model may answer with text; a call that it begins has valid arguments."""
     pytest.importorskip("llguidance")
@@ -269,6 +280,16 @@ def test_thinking_is_switched_by_the_template(scripted: Scripted) -> None:
         ),
         ({"tools": TOOLS, "tool_choice": {"name": "weather"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function"}]},
+                },
+            },
+            "tool_choice.allowed_tools.tools[0]",
+        ),
         (
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
             "tool_choice",

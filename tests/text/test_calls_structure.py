@@ -324,7 +324,7 @@ WITH_CALLS = Thinking(end=(3,), is_open=True, budget=2, call_begin=(5, 6), call_
     ],
 )
 def test_thoughts(thinking: Thinking, tokens, state) -> None:
-    tracker = ThoughtTracker(thinking)
+    tracker = ThoughtTracker(thinking, lambda token: bytes([ord("a") + token]))
     for token in tokens:
         tracker.push(token)
     assert (tracker.opening, tracker.forced, tracker.is_over) == state

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -123,6 +124,20 @@ def test_chats(path: Path) -> None:
 )
 def test_equals_a_chat_in_the_templates_form(name: str, chat: Any, same: Any) -> None:
     assert template(name).render(chat) == template(name).render(same)
+
+
+def test_ids_of_other_servers_where_a_template_demands_its_own() -> None:
+    """Mistral's templates refuse ids of calls that are not nine letters and digits."""
+    ids = ("call_8f1-a", OTHER_ID, "call_8f1-b")
+    chat = [
+        user(),
+        calling(*(call(call_id=one) for one in ids)),
+        *(result(one, one) for one in ids),
+    ]
+    prompt = template("mistral-nemo").render(chat)
+    written = re.findall(r'"(?:call_)?id": "([^"]*)"', prompt)
+    assert written[:3] == written[3:] and len(set(written)) == 3 and written[1] == OTHER_ID
+    assert all(re.fullmatch("[0-9A-Za-z]{9}", one) for one in written)
 
 
 LOOPING = "{% macro f(x) %}{{ f(x) }}{% endmacro %}"

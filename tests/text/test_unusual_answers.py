@@ -94,6 +94,8 @@ LIST = '[{"name": "f", "arguments": {"n": 7}}]'
         ("hermes", tagged('{"function": {"name": "f", "arguments": {"n": 7}}}'), CALL),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', None),
+        ("hermes", tagged('{"name": "f_2"}') + "x", Message("x", (("f_2", {}),))),  # it has none
+        ("hermes", tagged('{"name": "g"}'), None),
         ("hermes", "a <tool_call> b", None),
         ("glm45", "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>7</tool_call>", CALL),
         ("glm45", "<tool_call>f</tool_call>", Message(calls=(("f", {}),))),

@@ -11,7 +11,7 @@ from jaxinfer.core.step import TokenEvent, TokenLogprobs
 from jaxinfer.engine.loop.loop import LOGGER
 from jaxinfer.engine.requests.outputs import Delta, Logprob, PositionLogprobs, WeightSpan
 from jaxinfer.text.detokenize import IncrementalDetokenizer, StopStrings
-from jaxinfer.text.grammar.thinking import ThoughtTracker
+from jaxinfer.text.grammar.thinking import ThoughtTracker, token_bytes_of
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
@@ -33,7 +33,9 @@ class SequenceProcessor:
         self._tokenizer = tokenizer
         self._num_tokens = 0
         thinking = request.sampling.thinking if request.sampling.stop else None
-        self._thoughts = None if thinking is None else ThoughtTracker(thinking)
+        self._thoughts: ThoughtTracker | None = None
+        if thinking is not None:
+            self._thoughts = ThoughtTracker(thinking, token_bytes_of(tokenizer))
         self._is_before_content = False  # within thoughts, or the white space after them
 
     def process(self, event: TokenEvent, weight_version: int = 0) -> Delta:

@@ -54,7 +54,8 @@ class Experts(nn.Module):
         stream, h = normalised(stream, norm, ctx, before_gemm=False)
         choices, weights = self._routed(h if routed is None else routed, ctx)
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
-        kept = _kept(h, choices, weights, c.count, ctx) if c.zero_experts else None
+        keeps = c.zero_experts and c.zero_keeps
+        kept = _kept(h, choices, weights, c.count, ctx) if keeps else None
         down_bias = param(self, "down_bias") if c.bias else None
         if c.bias == "sum" and down_bias is not None:  # the weights add up to 1
             held, _, _ = size_of(weight(self, "down").matrix)

@@ -269,7 +269,13 @@ def append(
         q, k, v = split_heads(qkv, state["k"].shape[2])
         return q, with_pools(kv_append(KvAppendArgs(k=k, v=v, **to), ctx.pinned("kv_append")))
     args = RopeAppendArgs(
-        qkv=qkv, cos=angles.cos, sin=angles.sin, qk_norms=qk_norm.weights, **to, eps=qk_norm.eps, values=values
+        qkv=qkv,
+        cos=angles.cos,
+        sin=angles.sin,
+        qk_norms=qk_norm.weights,
+        **to,
+        eps=qk_norm.eps,
+        values=values,
     )
     q, *pools = qk_rope_append(args, ctx.pinned("qk_rope_append"))
     return q, with_pools(pools)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.block import StepShape
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.mixers.chunks import most_chunks
+from jaxinfer.nn.mixers.convolved_spec import ConvolvedAttentionConfig
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
 from jaxinfer.nn.mixers.indexed_attention_spec import IndexedAttentionConfig
@@ -220,6 +221,15 @@ def gated_conv_bytes(config: GatedConvConfig, step: StepShape) -> int:
         return 0
     conv = _conv_bytes(step, config.width, config.conv_width, silu=False)
     return conv + 3 * step.x.shape[0] * config.width * step.x.dtype.itemsize
+
+
+def convolved_bytes(config: ConvolvedAttentionConfig, step: StepShape) -> int:
+    """The larger of both convolutions, and four arrays of queries and keys in float32."""
+    if not step.num_prompts:
+        return 0
+    first = _conv_bytes(step, config.channels, config.conv_width, silu=False)
+    second = _conv_bytes(step, config.channels + config.delayed, 2, silu=False)
+    return max(first, second) + 4 * step.x.shape[0] * config.channels * 4
 
 
 def mamba2_bytes(config: Mamba2Config, step: StepShape) -> int:

@@ -46,6 +46,19 @@ def growth_factors(growth: QueryGrowth, positions: jax.Array, dtype: Any) -> jax
     return (1 + growth.beta * jnp.log1p(whole)).astype(dtype)
 
 
+def learned_growth(
+    weights: jax.Array,  # [2, N]
+    positions: jax.Array,  # int32[T]
+    dtype: Any,
+) -> jax.Array:  # [T, N, 1]
+    """The factors a log(p + 1) + b of the queries of each head at positions p, of its parameters a
+    and b (scalable softmax, Mistral Large 4).
+    """
+    logs = jnp.log((positions + 1).astype(jnp.float32)).astype(dtype)[:, None]
+    own = weights.astype(dtype)
+    return (own[0] * logs + own[1])[..., None]
+
+
 def grown(
     heads: jax.Array,  # [T, N + 2K, H]
     growth: QueryGrowth,

@@ -5,7 +5,7 @@ components:
 
     index_q       [Q, J * I]   of the latent of queries
     index_k       [D, I]       index_k_norm [2, I]: a LayerNorm's weight and bias
-    index_weights [J, D]
+    index_weights [J, D]       index_q_norm [2, D], index_q_growth [2, J] if the indexer has them
     input_gate_in [D, R], input_gate_out [R, D] with a gate of the norm
 
 The pages of a paged kind of its own hold a token's key, which is normalised and rotated. In a step
@@ -24,7 +24,14 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.linear import Norm, Stream, layer_norm, linear
-from jaxinfer.nn.mixers.indexed_latent_spec import KEY, IndexedLatentConfig, IndexerConfig
+from jaxinfer.nn.mixers import heads as on_heads
+from jaxinfer.nn.mixers.indexed_latent_spec import (
+    CHOSEN,
+    KEY,
+    SHARED,
+    IndexedLatentConfig,
+    IndexerConfig,
+)
 from jaxinfer.nn.mixers.latent import (
     Expansion,
     Projected,
@@ -44,7 +51,7 @@ from pallas_kernels.index_topk.ref import NO_POSITION
 from pallas_kernels.kv_append.xla import written
 from pallas_kernels.sparse_latent.api import SparseLatentArgs, sparse_latent
 
-CHOSEN = "chosen"  # int32[T, K]: the positions of each token; -1 for none
+_TABLE = "page_table"  # of the pools that a layer shares
 
 
 class IndexedLatentAttention(nn.Module):
@@ -72,16 +79,32 @@ class IndexedLatentAttention(nn.Module):
             made = made._replace(stream=stream)
         kv_b = Expansion(**param(self, "kv_b"))
         if ctx.rows is None:
-            chosen = self._chosen_densely(made, state, ctx)
-            visible = None if chosen is None else _mask(chosen)
-            out = dense(made.tokens, kv_b, ctx, c, only, visible)
-            state = None if chosen is None else {CHOSEN: chosen}
+            out, state = self._dense(made, kv_b, state, ctx, only)
         elif c.selects:
-            assert state is not None
             out, state = self._paged(made, kv_b, state, ctx, only)
         else:
             out, state = attend(made.tokens, kv_b, state, ctx, c, only)
         return *output(self, c, made, out, ctx, only), state
+
+    def _dense(
+        self,
+        made: Projected,
+        kv_b: Expansion,
+        state: LayerArrays | None,
+        ctx: StepContext,
+        only: jax.Array | None,  # int32[B]
+    ) -> tuple[jax.Array, LayerArrays]:  # [T, N, V], or with only [B, N, V]
+        """Attention of one whole sequence, and what layers that follow get."""
+        c, tokens, passed = self.config, made.tokens, dict[str, jax.Array]()
+        if (chosen := self._chosen_densely(made, state, ctx)) is not None:
+            passed[CHOSEN] = chosen
+        if c.shares:
+            passed[SHARED] = tokens.entries
+        if not c.own_entries:
+            assert state is not None, "an earlier layer has the entries"
+            tokens = tokens._replace(entries=state[SHARED])
+        visible = None if chosen is None else _mask(chosen)
+        return dense(tokens, kv_b, ctx, c, only, visible), passed
 
     def _chosen_densely(
         self, made: Projected, state: LayerArrays | None, ctx: StepContext
@@ -110,19 +133,23 @@ class IndexedLatentAttention(nn.Module):
         self,
         made: Projected,
         kv_b: Expansion,
-        state: LayerArrays,
+        state: LayerArrays | None,
         ctx: StepContext,
         only: jax.Array | None,  # int32[B]
     ) -> tuple[jax.Array, LayerArrays]:  # [T, N, V], or with only [B, N, V]
         """Append this step's entries and keys to the pages, choose positions, and attend there."""
         c, rows, tokens = self.config, ctx.rows, slice(None) if only is None else only
-        assert rows is not None
-        own = with_entries(state, made.tokens.entries, ctx.pages[0].slot_mapping)
+        assert rows is not None and state is not None
+        own: dict[str, Any] = {}
+        latents: Any = state.get(SHARED)  # of an earlier layer
+        if c.own_entries:
+            own = with_entries(state, made.tokens.entries, ctx.pages[0].slot_mapping)
+            latents = {**own, _TABLE: ctx.pages[0].page_table}
         of_rows, lens = rows.of_token[tokens], jnp.where(rows.is_token, ctx.positions + 1, 0)
         if c.indexer is None:
             chosen = state[CHOSEN][tokens]
         else:
-            index, pages = _index(self, c, c.indexer, made, ctx), ctx.pages[1]
+            index, pages = _index(self, c, c.indexer, made, ctx), ctx.pages[-1]
             own[KEY] = jax.lax.optimization_barrier(
                 written(state[KEY], index.keys, pages.slot_mapping)
             )
@@ -140,12 +167,13 @@ class IndexedLatentAttention(nn.Module):
             q=made.tokens.q[tokens],
             k_up=kv_b.k,
             v_up=kv_b.v,
-            **pools_of(own),
-            page_table=ctx.pages[0].page_table,
+            **pools_of(latents),
+            page_table=latents[_TABLE],
             rows=of_rows,
             positions=chosen,
             scale=c.scale,
         )
+        own |= {SHARED: latents} if c.shares else {}
         return sparse_latent(args, ctx.pinned("sparse_latent")), own
 
 
@@ -166,13 +194,22 @@ def _index(
 ) -> _Index:
     """Queries, weights of their heads and keys of the tokens; every device has all of them."""
     c, rope = indexer, config.rope_dim
-    q = linear(made.q_latent, weight(module, "index_q"), ctx).y.reshape(-1, c.num_heads, c.head_dim)
-    keys, norm = linear(made.h, weight(module, "index_k"), ctx).y, param(module, "index_k_norm")
-    keys = layer_norm(keys, norm[0], norm[1], c.norm_eps, fixed=ctx.pins.invariant)
+
+    def normed(x: jax.Array, name: str) -> jax.Array:  # [T, ...]
+        norm = param(module, name)
+        return layer_norm(x, norm[0], norm[1], c.norm_eps, fixed=ctx.pins.invariant)
+
+    given = normed(made.h, "index_q_norm") if c.of_tokens else made.q_latent
+    q = linear(given, weight(module, "index_q"), ctx).y.reshape(-1, c.num_heads, c.head_dim)
+    if c.learned_growth:
+        q = q * on_heads.learned_growth(param(module, "index_q_growth"), ctx.positions, q.dtype)
+    keys = normed(linear(made.h, weight(module, "index_k"), ctx).y, "index_k_norm")
     how = Matmul(ctx.pins, wide=True)
     weights = weight(module, "index_weights", by_output=True).matmul(made.h, how)
 
     def turned(x: jax.Array) -> jax.Array:  # [T, heads, I]
+        if config.rope is None:
+            return x
         own = rotated(x[..., :rope], ctx.angles[0], interleaved=c.interleaved)
         return jnp.concatenate((own, x[..., rope:]), axis=-1)
 

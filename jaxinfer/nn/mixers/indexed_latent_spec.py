@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import flax.linen as nn
 
 KEY = "index_key"  # the entry of a token in the indexer's pages
+# values of a step that a layer passes to those that follow it
+CHOSEN = "chosen"  # int32[T, K]: the positions of each token; -1 for none
+SHARED = "shared"  # the pools of its entries and their page table; in the dense form the entries
 
 
 def index_keys(width: int, pages: jnp.dtype) -> PagedKind:
@@ -32,13 +35,16 @@ class IndexerConfig:
 
     It has ``num_heads`` queries of ``head_dim`` components, made of the latent of queries, and one
     key a token with a LayerNorm. The first components of both, as many as those of the attention's
-    rope, rotate with it: ``interleaved`` pairs, or i with i + half.
+    rope, rotate with it: ``interleaved`` pairs, or i with i + half. With ``of_tokens`` queries are
+    made of a LayerNorm of the token instead. ``learned_growth`` is as that of attention.
     """
 
     num_heads: int
     head_dim: int
     interleaved: bool
     norm_eps: float = 1e-6
+    of_tokens: bool = False
+    learned_growth: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +54,9 @@ class IndexedLatentConfig(LatentAttentionConfig):
     Those are chosen by an ``indexer``, whose keys are a paged kind of their own, or are those that
     the layer ``follows`` has chosen. With ``input_gate`` a gate of this rank follows the norm
     before all of it (``nn.norm_gate``). Without ``selects`` no context of an engine is longer than
-    ``top_k``, so that all tokens are attended to and no keys are kept.
+    ``top_k``, so that all tokens are attended to and no keys are kept. A layer ``reads`` the
+    latents of an earlier one, which ``shares`` them; ``always`` says that the decoder has such
+    layers, which always select.
     """
 
     top_k: int
@@ -56,23 +64,28 @@ class IndexedLatentConfig(LatentAttentionConfig):
     follows: int | None = None
     input_gate: int | None = None
     selects: bool = True
+    reads: int | None = None
+    shares: bool = False
+    always: bool = False
 
     def __post_init__(self) -> None:
         """Check that the choice is made once."""
         assert (self.indexer is None) != (self.follows is None), "an indexer, or another layer's"
+        assert (self.reads is None) == self.own_entries, "a layer has entries or reads others"
 
     def for_context(self, length: int) -> IndexedLatentConfig:
         """See ``MixerSpec``."""
         rope = self.rope and self.rope.for_context(length)
-        return replace(self, rope=rope, selects=length > self.top_k)
+        return replace(self, rope=rope, selects=self.always or length > self.top_k)
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``. With 8-bit latents the indexer's keys have 16 bits."""
-        own = super().state(dtype)
-        if self.indexer is None or not self.selects:
-            return replace(own, follows=self.follows)
-        keys = index_keys(self.indexer.head_dim, self.page_dtype or dtype)
-        return LayerState((*own.paged, keys))
+        paged = super().state(dtype).paged if self.own_entries else ()
+        if self.indexer is not None and self.selects:
+            paged = (*paged, index_keys(self.indexer.head_dim, self.page_dtype or dtype))
+        sources = ((CHOSEN, self.follows), (SHARED, self.reads))
+        follows = tuple((name, layer) for name, layer in sources if layer is not None)
+        return LayerState(paged, follows=follows)
 
     def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``MixerSpec``."""

@@ -9,7 +9,7 @@ of the queries' latent, K width of keys without rope (``nope_dim``), V width of 
       or    [D, N * (K + R) + C + R]  if queries have no latent
     kv_norm [C]                       kv_b/k [N * K, C]   kv_b/v [N * V, C]
     o       [N * V, D]                o_bias [D]   q_kv_a_bias [Q + C + R], of the last columns
-    head_gate [D, N] with gates of the heads' outputs
+    head_gate [D, N] with gates of the heads' outputs      q_growth [2, N] with a learned growth
     with output gates q_b is [2 * Q, N * (K + R + V)]: queries and gates of each head
 """
 
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
     """Queries and entries of some tokens, rotated."""
 
     q: jax.Array  # [T, N, K + R]
-    entries: jax.Array  # [T, C + R]
+    entries: Any  # [T, C + R]; None in a layer that reads those of another one
 
     def take(self, tokens: jax.Array | slice) -> Tokens:
         """Those of a subset of the tokens."""
@@ -102,7 +102,7 @@ def projected(
     both, stream, h = linear(stream, weight(module, "q_kv_a"), ctx, norm=norm, keep=keep)
     if c.bias:
         both = both + jnp.pad(param(module, "q_kv_a_bias"), (both.shape[1] - c.bias_dim, 0))
-    width = both.shape[1] - c.entry_dim
+    width = both.shape[1] - (c.entry_dim if c.own_entries else 0)
     q, kv, fixed = both[:, :width], both[:, width:], ctx.pins.invariant
     if c.query_rank is None and ctx.axis is not None:  # the heads of this device
         start = jax.lax.axis_index(ctx.axis) * all_heads
@@ -111,21 +111,35 @@ def projected(
         latent = rms_norm(q, param(module, "q_norm"), c.norm_eps, fixed=fixed)
         given = jnp.concatenate((latent, q), axis=1) if c.output_gate else latent
         q = linear(given, weight(module, "q_b"), ctx).y
-    latents = rms_norm(kv[:, : c.rank], param(module, "kv_norm"), c.norm_eps, fixed=fixed)
-    latents = latents if c.latent_scale == 1 else latents * c.latent_scale
     q = q.reshape(len(q), c.num_heads, -1)
     if c.output_gate:
         q, gates = jnp.split(q, (c.head_dim,), axis=2)
     if c.growth is not None:
         q = q * on_heads.growth_factors(c.growth, ctx.positions, q.dtype)[:, None, None]
+    if c.learned_growth:
+        q = q * on_heads.learned_growth(param(module, "q_growth"), ctx.positions, q.dtype)
+    if c.rope is not None:
+        q_rope = rotated(q[..., c.nope_dim :], ctx.angles[0], interleaved=c.interleaved)
+        q = jnp.concatenate((q[..., : c.nope_dim], q_rope), axis=2)
+    tokens = Tokens(q, _entries(module, c, kv, ctx) if c.own_entries else None)
+    return Projected(stream, tokens, h, latent, gates)
+
+
+def _entries(
+    module: nn.Module,
+    c: LatentAttentionConfig,
+    kv: jax.Array,  # [T, C + R]
+    ctx: StepContext,
+) -> jax.Array:  # [T, C + R]
+    """The normalised latents of tokens, with their rotated keys."""
+    fixed = ctx.pins.invariant
+    latents = rms_norm(kv[:, : c.rank], param(module, "kv_norm"), c.norm_eps, fixed=fixed)
+    latents = latents if c.latent_scale == 1 else latents * c.latent_scale
     k_rope = kv[:, c.rank :]
     if c.rope is not None:
         angles = ctx.angles[0]
         k_rope = rotated(k_rope[:, None], angles, interleaved=c.interleaved)[:, 0]
-        q_rope = rotated(q[..., c.nope_dim :], angles, interleaved=c.interleaved)
-        q = jnp.concatenate((q[..., : c.nope_dim], q_rope), axis=2)
-    tokens = Tokens(q, jnp.concatenate((latents, k_rope), axis=1))
-    return Projected(stream, tokens, h, latent, gates)
+    return jnp.concatenate((latents, k_rope), axis=1)
 
 
 def output(

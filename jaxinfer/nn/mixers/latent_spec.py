@@ -33,8 +33,10 @@ class LatentAttentionConfig(BlockSpec):
     residual stream have biases, but for queries without a latent. Queries may grow with the
     position. ``latent_scale`` multiplies the latents of keys and values. With ``head_gate`` a
     sigmoid of the token multiplies the output of each head; with ``output_gate`` sigmoids of the
-    queries' latent, after its norm and before it, multiply each component. ``page_dtype`` is
-    that of pages (None: the decoder's); 8 bits are those of latents alone
+    queries' latent, after its norm and before it, multiply each component. With
+    ``learned_growth`` queries of each head grow with the position (``mixers.heads``). Without
+    ``own_entries`` those of an earlier layer are read (``mixers.indexed_latent``). ``page_dtype``
+    is that of pages (None: the decoder's); 8 bits are those of latents alone
     (``pallas_kernels.lib.latent_pages``).
     """
 
@@ -54,6 +56,8 @@ class LatentAttentionConfig(BlockSpec):
     latent_scale: float = 1.0
     head_gate: bool = False
     output_gate: bool = False
+    learned_growth: bool = False
+    own_entries: bool = True
     page_dtype: jnp.dtype | None = None
 
     @property

@@ -57,10 +57,13 @@ def as_functions(tools: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def as_function_choice(choice: Any) -> Any:
-    """A ``tool_choice`` that names a custom tool as one that names its function."""
+    """A ``tool_choice`` that names custom tools as one that names their functions."""
     match choice:
         case {"type": "custom", "custom": {"name": str(name)}}:
             return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "allowed_tools": {"tools": list(tools), **others}}:
+            allowed = {**others, "tools": [as_function_choice(one) for one in tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
         case _:
             return choice
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -75,12 +75,33 @@ def tool_choice(tools: Sequence[Any] | None, choice: Any) -> ToolChoice:
                     "in tools",
                 )
             return ToolChoice("required", (named[name],), is_named=True)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as allowed},
+        }:
+            return ToolChoice(mode, tuple(_allowed(named, cast("list[Any]", allowed))))
         case _:
             raise field_error(
                 "tool_choice",
-                "tool_choice must be none, auto, required or "
-                '{"type": "function", "function": {"name": a function of tools}}',
+                "tool_choice must be none, auto, required, "
+                '{"type": "function", "function": {"name": a function of tools}} or {"type": '
+                '"allowed_tools", "allowed_tools": {"mode": auto or required, "tools": [...]}}',
             )
+
+
+def _allowed(
+    named: Mapping[str, Mapping[str, Any]], allowed: Sequence[Any]
+) -> Iterator[Mapping[str, Any]]:
+    """Those of the tools, in their order, that ``allowed_tools`` lists."""
+    names = set[str]()
+    for number, one in enumerate(allowed):
+        match one:
+            case {"type": "function", "function": {"name": str(name)}} if name in named:
+                names.add(name)
+            case _:
+                where = f"tool_choice.allowed_tools.tools[{number}]"
+                raise field_error(where, f"{where} must name a function of tools")
+    yield from (tool for name, tool in named.items() if name in names)
 
 
 def _checked_tools(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:

@@ -80,7 +80,8 @@ REQUEST_FIELDS: Mapping[str, str] = MappingProxyType(
         "thinking_token_budget": "Most tokens of the model's thoughts, which are then ended.",
         "timeout": "Seconds after which to give up with 408.",
         "tokens": "The token ids.",
-        "tool_choice": "none, auto (the default with tools), required, or the function to call.",
+        "tool_choice": "none, auto (the default with tools), required, the function to call, or "
+        "allowed_tools.",
         "tools": "The functions that the model may call, in OpenAI's form.",
         "top_k": "Sample from the k likeliest tokens; 0 or -1: all.",
         "top_logprobs": "Likeliest tokens to list at each position; needs logprobs=true.",

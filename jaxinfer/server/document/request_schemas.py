@@ -174,7 +174,18 @@ def _tool_choices() -> list[dict[str, Any]]:
         object_schema({"type": {"const": kind}, kind: function}, "type", kind)
         for kind in ("function", "custom")
     ]
-    return [{"enum": ["none", "auto", "required"]}, *named]
+    allowed = object_schema(
+        {
+            "mode": {"enum": ["auto", "required"]},
+            "tools": {"type": "array", "items": {"anyOf": named}, "minItems": 1},
+        },
+        "mode",
+        "tools",
+    )
+    several = object_schema(
+        {"type": {"const": "allowed_tools"}, "allowed_tools": allowed}, "type", "allowed_tools"
+    )
+    return [{"enum": ["none", "auto", "required"]}, *named, several]
 
 
 def _complete_responses(properties: dict[str, Any]) -> None:

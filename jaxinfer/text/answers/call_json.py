@@ -63,6 +63,9 @@ def _json_call(source: Source, tools: Schemas) -> Reading[None]:
                 is_sent = bool(name)
             case _:
                 yield from _other_value(source)
+    takes_none = source.is_marked and name in tools and not tools[name].get("properties")
+    if not (is_sent or held) and takes_none and (yield from source.skip_space()) == "}":
+        held = "{}"  # models leave out the arguments of a function without any
     if not is_sent and held and name:
         yield from whole_call(name, held)
     elif not is_sent:

@@ -22,6 +22,12 @@ from jaxinfer.text.answers.template import Anchor, Field, ResponseTemplate
 MAX_PIECE = 4096
 
 
+# Text that may become a mark is searched at each piece. Of a long one, such as white space before a
+# mark, for each HELD_BEFORE characters HELD_MORE have to arrive before it is searched again: 20,000
+# newlines cost 18 s otherwise, as a search takes a time that is linear in the text's length.
+HELD_BEFORE, HELD_MORE = 256, 32
+
+
 class Reasoning(NamedTuple):
     """More of the model's thoughts."""
 
@@ -92,6 +98,8 @@ class AnswerParser:
         self._searched = ""  # the buffer in which the matches are known
         self._known: dict[regex.Pattern[str], regex.Match[str] | None] = {}
         self._skips_space = False  # a mark at the prompt's end has the white space after it
+        self._num_new = 0  # characters that have arrived since the text was searched
+        self._num_awaited = 0  # that have to, before it is searched again
         self._own = len(self._buffer)  # where the answer's own text begins, after the prompt's
         self._has_answered = False  # with content or a call
         self._unclosed: Field | None = None  # thoughts that a call has ended
@@ -128,6 +136,9 @@ class AnswerParser:
             self._buffer += text
         else:
             self._source.add(text)
+        self._num_new += len(text)
+        if self._num_new <= self._num_awaited:
+            return []
         begun, self._begun = self._begun, []
         parts = [*begun, *self._parts(at_end=False)]
         # a character before stays, for patterns that look behind
@@ -135,7 +146,14 @@ class AnswerParser:
             self._buffer = self._buffer[done:]
             self._start, self._scan = 1, self._scan - done
             self._own = max(self._own - done, 0)
+        self._num_new, self._num_awaited = 0, self._num_held // HELD_BEFORE * HELD_MORE
         return parts
+
+    @property
+    def _num_held(self) -> int:
+        """Characters that further text may make a mark, or a part of one."""
+        source = self._source
+        return len(self._buffer) - self._start if source is None else len(source.text) - source.at
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
         """The rest at the answer's end. ``is_cut``: the model has not ended it, so that a call

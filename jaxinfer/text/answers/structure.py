@@ -18,8 +18,6 @@ from jaxinfer.text.grammar.lark_regex import lark_as_regex
 from jaxinfer.text.grammar.tags import format_of
 
 _INDEX = "{index}"  # the number of a call
-# calls that are whole JSON objects: no undeclared properties, and the blanks that models write
-_AS_WRITTEN: Mapping[str, Any] = MappingProxyType({"closed": True, "spaced": True})
 
 _WORDS = ("description", "title", "$comment")
 _NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"additionalProperties": False})
@@ -44,8 +42,7 @@ def calls_or(
     """The structural tag of an answer that calls these functions, or whose text has the ``form``
     of a structural tag.
     """
-    section = _section(calls, functions, parallel=parallel, only_strict=not calls.is_generic)
-    return {"format": {"type": "or", "elements": [form, section]}}
+    return _either(form, calls, functions, parallel=parallel, spaced=False)
 
 
 def strict_tag(
@@ -55,9 +52,10 @@ def strict_tag(
     function's name follows, and with ``strict`` arguments of its schema.
     """
     if calls.is_generic:
-        return calls_or(_answer(calls), calls, functions, parallel=parallel)
+        return _either(_answer(calls), calls, functions, parallel=parallel, spaced=True)
     if not calls.triggers:
-        return calls_or(_sequence(calls.without_calls), calls, functions, parallel=parallel)
+        without = _sequence(calls.without_calls)
+        return _either(without, calls, functions, parallel=parallel, spaced=True)
     if calls.before:
         several = _several(calls, functions, parallel=parallel, only_strict=True)
         tags = [{"type": "tag", "begin": calls.before, "content": several, "end": calls.after}]
@@ -114,7 +112,20 @@ def _answer(calls: CallText) -> dict[str, Any]:
     """An answer to the user that is a JSON string between marks."""
     marks = json.loads(f"{calls.answer_begin}null{calls.answer_end}")
     schema = _schema_of(marks, {"type": "string"})
-    return {"type": "json_schema", "json_schema": schema, **_AS_WRITTEN}
+    return {"type": "json_schema", "json_schema": schema, "closed": True, "spaced": True}
+
+
+def _either(
+    form: Mapping[str, Any],
+    calls: CallText,
+    functions: Sequence[Mapping[str, Any]],
+    *,
+    parallel: bool,
+    spaced: bool,
+) -> dict[str, Any]:
+    """The structural tag of the ``form`` or calls."""
+    options = {"parallel": parallel, "only_strict": not calls.is_generic, "spaced": spaced}
+    return {"format": {"type": "or", "elements": [form, _section(calls, functions, **options)]}}
 
 
 def _section(
@@ -131,10 +142,12 @@ def _several(
     *,
     parallel: bool,
     only_strict: bool = False,
+    spaced: bool = True,
 ) -> dict[str, Any]:
+    how = {"only_strict": only_strict, "spaced": spaced}
     return {
         "type": "tags_with_separator",
-        "tags": [_call(calls, function, only_strict=only_strict) for function in functions],
+        "tags": [_call(calls, function, **how) for function in functions],
         "separator": calls.separator,
         "at_least_one": True,
         "stop_after_first": calls.is_generic or not parallel,
@@ -142,10 +155,15 @@ def _several(
 
 
 def _call(
-    calls: CallText, function: Mapping[str, Any], *, only_strict: bool = False
+    calls: CallText,
+    function: Mapping[str, Any],
+    *,
+    only_strict: bool = False,
+    spaced: bool = True,
 ) -> dict[str, Any]:
     """The tag of a call of one function. ``only_strict``: without ``strict`` in the function any
-    arguments may follow.
+    arguments may follow. ``spaced``: a call that is a whole JSON object has the blanks that models
+    write, and no others. llguidance cannot follow two schemas with other blanks at one place.
     """
     name = function["name"]
     if calls.style == "pairs" and not calls.quotes and not is_python_name(name):
@@ -163,7 +181,8 @@ def _call(
         # beginning of that for the text around the arguments
         written = json.loads(f"{begin}null{calls.end}")
         schema = _schema_of(written, {**schema, "type": "object"})
-        return {"type": "json_schema", "json_schema": schema, **_AS_WRITTEN, **how}
+        form = {"type": "json_schema", "json_schema": schema, "closed": True, "spaced": spaced}
+        return {**form, **how}
     number = [{"type": "regex", "pattern": "[0-9]{1,4}"}, *_constant(rest)] if index else []
     match calls.style:
         case "tags":

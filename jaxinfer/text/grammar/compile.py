@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,16 +15,18 @@ from jaxinfer.core.constraint import BITS
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FormLimits
+from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FormLimits, Thinking
 from jaxinfer.text.grammar.constraint import Constraint, Grammar, token_ids_of
 from jaxinfer.text.grammar.forms import FormCompiler
 from jaxinfer.text.grammar.table import GrammarTable
+from jaxinfer.text.grammar.thinking import token_bytes_of, tokens_past
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
 
 MAX_BEGINNINGS = 64  # of answers that are tried with a request's conditions; a mask takes 0.1 ms
 MAX_SECONDS_OF_BEGINNINGS = 0.1
+MAX_MARKS = 4  # of ends of thoughts: those of the model, and what requests of ``LLM`` have
 # of compiled forms, see ``Grammars``: as many of the largest, and for each sequence
 NUM_LARGEST, BYTES_OF_SEQUENCE = 3, 2 << 20
 
@@ -47,6 +49,9 @@ class ConstraintCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
+        self._token_bytes = token_bytes_of(tokenizer)
+        if tokenizer is not None:
+            self._tokens_past = lru_cache(MAX_MARKS)(partial(tokens_past, tokenizer, vocab_size))
         table = GrammarTable(tokenizer, vocab_size, eos_token_ids, limits)
         most_bytes = NUM_LARGEST * limits.num_bytes + max_num_seqs * BYTES_OF_SEQUENCE
         self._forms = FormCompiler(table, most_bytes)
@@ -92,12 +97,20 @@ class ConstraintCompiler:
             avoids_end=sampling.ignore_eos,
             vocab_size=self._vocab_size,
             thinking=sampling.thinking,
+            token_bytes=self._token_bytes,
+            past_thoughts=self._past_thoughts(sampling.thinking) if grammar else {},
         )
         if found.allowed is not None or found.bad_words:
             # a stop string or token may end an answer after any token
             may_stop = bool(sampling.stop or sampling.stop_token_ids)
             self._check_some_answer(found, 1 if may_stop else sampling.max_tokens)
         return found
+
+    def _past_thoughts(self, thinking: Thinking | None) -> Mapping[int, Sequence[int]]:
+        """``tokens_past`` of a mark of several tokens; no token has more than a whole one."""
+        if thinking is None or len(thinking.end) < 2:
+            return {}
+        return self._tokens_past(thinking.end)
 
     def _check_some_answer(self, constraint: Constraint, longest: int | None) -> None:
         """Raise ``RequestError`` if each of a few beginnings leads to a token after which none is

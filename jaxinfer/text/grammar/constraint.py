@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import count
 from typing import Any
@@ -17,7 +17,7 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.structured import FIELD, Thinking
 from jaxinfer.text.grammar.library import load_llguidance
-from jaxinfer.text.grammar.thinking import ThoughtTracker
+from jaxinfer.text.grammar.thinking import ThoughtTracker, TokenBytes, token_bytes_of
 
 MIN_PARALLEL = 4  # masks; for fewer, to wake other threads takes longer than it saves
 # matchers of a grammar that sequences copy: no more than threads that compute masks
@@ -120,6 +120,9 @@ class Constraint:
     avoids_end: bool  # with ``ignore_eos``: they end a complete text only where it cannot go on
     vocab_size: int
     thinking: Thinking | None = None  # the grammar holds after the thoughts
+    token_bytes: TokenBytes = token_bytes_of(None)
+    # that no thoughts may end with, by the bytes of the mark before them; see ``tokens_past``
+    past_thoughts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def begin(self, drawn: Sequence[int]) -> SequenceFilter:
         """A filter for a sequence that has drawn these tokens; raises ``ValueError``."""
@@ -167,7 +170,9 @@ class SequenceFilter:
         self._matcher: Any = None  # set where the grammar begins
         self._is_at_start = False
         thinking = constraint.thinking
-        self._thoughts = None if thinking is None else ThoughtTracker(thinking)
+        self._thoughts = (
+            None if thinking is None else ThoughtTracker(thinking, constraint.token_bytes)
+        )
         if not (thinking and (thinking.is_open or thinking.answer)):
             self._begin_grammar()
 
@@ -227,6 +232,9 @@ class SequenceFilter:
             mask[:] = constraint.every_token
             if constraint.grammar is not None:
                 for token_id in constraint.eos_token_ids:
+                    _clear(mask, token_id)
+            if thoughts is not None and thoughts.is_open:
+                for token_id in constraint.past_thoughts.get(thoughts.num_end_bytes, ()):
                     _clear(mask, token_id)
         elif self._is_at_start:
             assert constraint.grammar is not None

@@ -2,20 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
 from jaxinfer.core.structured import Thinking
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
+
+type TokenBytes = Callable[[int], bytes]
+
+
+def token_bytes_of(tokenizer: Tokenizer | None) -> TokenBytes:
+    """The bytes of each token, as marks are compared; a token without text, or of an engine without
+    a tokenizer, has bytes that no text contains.
+    """
+    if tokenizer is None:
+        return _own_bytes
+    return lambda token_id: tokenizer.token_bytes(token_id) or _own_bytes(token_id)
+
+
+def _own_bytes(token_id: int) -> bytes:
+    return b"\xff%d\xff" % token_id
+
+
+class Mark:
+    """A mark in the text of tokens, which may have been divided otherwise than the mark itself: a
+    model whose vocabulary has no token ``</think>`` writes ``</``, ``think`` and ``>\\n\\n``.
+    """
+
+    def __init__(self, token_ids: Sequence[int], token_bytes: TokenBytes) -> None:
+        self._token_ids = token_ids
+        beginnings = accumulate(map(token_bytes, token_ids), initial=b"")
+        # sentencepiece puts a space before a text that it encodes
+        self._beginnings = [one.lstrip(b" ") for one in beginnings]
+        self.text = self._beginnings[-1]
+        self._seen = b""  # the longest end of the text that the mark begins with
+
+    def push(self, data: bytes) -> bytes | None:
+        """Take more text; once the mark is whole, what follows it, and the next search begins."""
+        text = self._seen + data
+        if self.text in text:
+            self._seen = b""
+            return text.partition(self.text)[2]
+        longest = min(len(text), len(self.text) - 1)
+        ends = (text[len(text) - size :] for size in range(longest, -1, -1))
+        self._seen = next(one for one in ends if self.text.startswith(one))
+        return None
+
+    @property
+    def num_seen(self) -> int:
+        """Bytes of the mark that the text ends with."""
+        return len(self._seen)
+
+    @property
+    def next_token(self) -> int:
+        """The token of the mark after those that the text ends with."""
+        counts = range(len(self._token_ids) - 1, -1, -1)
+        count = next(one for one in counts if self._seen.endswith(self._beginnings[one]))
+        return self._token_ids[count]
+
+    def token_after(self, text: bytes) -> int | None:
+        """The token that continues a text of the first tokens of the mark; None for another one."""
+        found = zip(self._beginnings, self._token_ids, strict=False)
+        return next((token_id for beginning, token_id in found if beginning == text), None)
 
 
 class ThoughtTracker:
     """Follows the tokens of an answer until its form begins."""
 
-    def __init__(self, thinking: Thinking) -> None:
+    def __init__(self, thinking: Thinking, token_bytes: TokenBytes) -> None:
         self._thinking = thinking
+        self._token_bytes = token_bytes
         self._num_tokens = 0  # of the thoughts
-        self._matched = 0  # tokens of the closing mark that the last tokens are
-        self._opened = 0  # tokens of the mark that may open the thoughts
+        self._begin = Mark(thinking.begin, token_bytes)
+        self._end = Mark(thinking.end, token_bytes)
+        self._head = b""  # the answer's text, while it may be the mark that opens the thoughts
         self._answered = 0  # tokens of the mark before the answer
         self._in_call = False  # within the thoughts
-        self._called = 0  # tokens of the mark that begins or ends a call that the last tokens are
+        self._call_begin = Mark(thinking.call_begin, token_bytes)
+        self._call_end = Mark(thinking.call_end, token_bytes)
         self.is_open = thinking.is_open
         self._may_think = bool(thinking.begin) and not self.is_open
         self._may_answer = True  # the tokens since the beginning, or the thoughts, are its mark's
@@ -24,7 +91,12 @@ class ThoughtTracker:
     @property
     def opening(self) -> int | None:
         """The next token of the mark that opens thoughts, while they may still begin."""
-        return self._thinking.begin[self._opened] if self._may_think else None
+        return self._begin.token_after(self._head) if self._may_think else None
+
+    @property
+    def num_end_bytes(self) -> int:
+        """Bytes of the mark that ends the thoughts with which they end so far."""
+        return self._end.num_seen
 
     @property
     def required(self) -> tuple[int, ...]:
@@ -45,22 +117,26 @@ class ThoughtTracker:
         budget = self._thinking.budget
         if not self.is_open or budget is None or self._num_tokens < budget or self._in_call:
             return None
-        return self._thinking.end[self._matched]
+        return self._end.next_token
 
     def push(self, token_id: int) -> None:
         """Take note of a token."""
         if self.is_over:
             return
+        data = self._token_bytes(token_id)
         if self.is_open:
-            self._push_thought(token_id)
+            self._num_tokens += 1
+            self._push_thought(data)
             return
         thinking = self._thinking
         if self._may_think:
-            self._may_think = token_id == thinking.begin[self._opened]
-            self._opened += self._may_think
-        if self._may_think and self._opened == len(thinking.begin):
-            self._may_think, self.is_open = False, True
-            return
+            self._head = (self._head + data).lstrip(b" ")
+            mark = self._begin.text
+            if self._head.startswith(mark):
+                self._may_think, self.is_open = False, True
+                self._push_thought(self._head.removeprefix(mark))
+                return
+            self._may_think = mark.startswith(self._head)
         if thinking.answer and self._may_answer:
             self._may_answer = token_id == thinking.answer[self._answered]
             self._answered += self._may_answer
@@ -68,28 +144,31 @@ class ThoughtTracker:
         # thoughts may begin like the answer's own mark, or without one like the answer
         self.is_over = is_answered if thinking.answer else not self._may_think
 
-    def _push_thought(self, token_id: int) -> None:
-        self._num_tokens += 1
-        self._follow_call(token_id)
-        end = self._thinking.end
-        self._matched = _matched(end, self._matched, token_id)
-        if self._matched == len(end):
+    def _push_thought(self, data: bytes) -> None:
+        if self._thinking.call_end if self._in_call else self._thinking.call_begin:
+            mark = self._call_end if self._in_call else self._call_begin
+            self._in_call ^= mark.push(data) is not None
+        if self._end.push(data) is not None:
             self.is_open = False
             self._answered, self._may_answer = 0, True
             self.is_over = not self._thinking.answer
 
-    def _follow_call(self, token_id: int) -> None:
-        thinking = self._thinking
-        mark = thinking.call_end if self._in_call else thinking.call_begin
-        if not mark:
-            return
-        self._called = _matched(mark, self._called, token_id)
-        if self._called == len(mark):
-            self._in_call, self._called = not self._in_call, 0
 
-
-def _matched(mark: tuple[int, ...], count: int, token_id: int) -> int:
-    """How many tokens of a mark the last ones are, of which ``count`` have been its beginning."""
-    if token_id != mark[count]:
-        count = 0
-    return count + (token_id == mark[count])
+def tokens_past(
+    tokenizer: Tokenizer, vocab_size: int, mark: Sequence[int]
+) -> Mapping[int, Sequence[int]]:
+    """The tokens that hold the rest of a mark and text behind it, by the number of bytes of the
+    mark before them. What follows thoughts has a form from its first character on, and tokens are
+    not divided. White space is no part of the text.
+    """
+    text = Mark(mark, token_bytes_of(tokenizer)).text
+    rests = {size: text[size:] for size in range(len(text))}
+    found: dict[int, list[int]] = {size: [] for size in rests}
+    firsts = {bytes([byte]) for byte in text}
+    for token_id, data in enumerate(tokenizer.vocabulary_bytes(vocab_size)):
+        if data[:1] not in firsts:
+            continue
+        for size, rest in rests.items():
+            if data.startswith(rest) and data[len(rest) :].strip():
+                found[size].append(token_id)
+    return found
