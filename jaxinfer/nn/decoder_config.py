@@ -150,7 +150,8 @@ class FeedForwardConfig(FeedForwardSpec):
     has parameters. A gate is multiplied by ``gate_scale`` before it, and the output by
     ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies. With
     ``gate_cutoff`` a gate is what exceeds its mean by so many deviations, or 0. With a ``limit``
-    activated gates go up to it, and ups are within it.
+    activated gates go up to it, and ups are within it. ``swiglu`` is a function of gates and ups in
+    place of all that, as experts have it.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -163,6 +164,7 @@ class FeedForwardConfig(FeedForwardSpec):
     norm: float | None = None
     gate_cutoff: float | None = None
     limit: float | None = None
+    swiglu: Activation | None = None
 
     def share(self, devices: int) -> FeedForwardConfig:
         """See ``MixerSpec``."""

@@ -40,6 +40,7 @@ _INVARIANT = MappingProxyType(
     {
         "cpu": (
             ("append_decode", "native"),
+            ("block_topk", "xla_fixed"),
             ("delta_decode", "native"),
             ("experts", "native"),
             ("index_topk", "xla_fixed"),
@@ -52,6 +53,7 @@ _INVARIANT = MappingProxyType(
             ("route", "native"),
             ("sample", "native"),
             ("skinny_gemm", "native"),
+            ("sparse_attention", "xla_fixed"),
             ("sparse_latent", "xla_fixed"),
             ("swiglu_gemm", "native"),
         ),

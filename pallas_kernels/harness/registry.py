@@ -35,6 +35,7 @@ OP_NAMES = (
     "all_reduce",
     "all_reduce_norm",
     "append_decode",
+    "block_topk",
     "delta_decode",
     "delta_prefill",
     "experts",
@@ -55,6 +56,7 @@ OP_NAMES = (
     "sandwich_norm",
     "short_conv",
     "skinny_gemm",
+    "sparse_attention",
     "sparse_latent",
     "swiglu_gemm",
 )

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.index_topk.ref import NO_POSITION, IndexTopkArgs
+from pallas_kernels.lib.context_scores import block_pages, context_scores, padded_table
 from pallas_kernels.lib.token_tiles import MOST_TOKENS, by_tiles, wide_einsum
 
-KEYS_PER_BLOCK = 512
 # Bytes of one tile's scores, of which sorting needs a few times as many.
 TILE_BYTES = 16 << 20
 
@@ -18,10 +18,9 @@ TILE_BYTES = 16 << 20
 @partial(jax.jit, static_argnames="fixed")  # one trace serves every layer
 def index_topk(args: IndexTopkArgs, *, fixed: bool = False) -> jax.Array:  # int32[T, K]
     """See ``index_topk.api``; ``fixed`` takes tokens one at a time: the same bits in any step."""
-    block_pages = _block_pages(args)
-    rest = -args.page_table.shape[1] % block_pages
-    table = jnp.pad(args.page_table, ((0, 0), (0, rest)))
-    block, length = block_pages * args.pages.shape[1], table.shape[1] * args.pages.shape[1]
+    block = block_pages(args.pages.shape[1])
+    table = padded_table(args.page_table, block)
+    length = table.shape[1] * args.pages.shape[1]
 
     def of_tile(
         q: jax.Array,  # [W, H, D]
@@ -30,18 +29,8 @@ def index_topk(args: IndexTopkArgs, *, fixed: bool = False) -> jax.Array:  # int
         lens: jax.Array,  # int32[W]
     ) -> jax.Array:  # int32[W, K]
         ids = jnp.take(table, rows, axis=0, mode="clip")
-
-        def block_body(i: jax.Array, scores: jax.Array) -> jax.Array:  # float32[W, length]
-            own = jax.lax.dynamic_slice_in_dim(ids, i * block_pages, block_pages, axis=1)
-            keys = args.pages.at[own].get(mode="clip").reshape(len(q), block, -1)
-            found = _scores(q, weights, keys)
-            seen = i * block + jnp.arange(block) < lens[:, None]
-            found = jnp.where(seen, found, -jnp.inf)  # unwritten slots may hold NaN
-            return jax.lax.dynamic_update_slice_in_dim(scores, found, i * block, axis=1)
-
-        scores = jnp.full((len(q), length), -jnp.inf)
-        blocks = jax.lax.div(jnp.max(lens) + (block - 1), block)
-        scores = jax.lax.fori_loop(0, blocks, block_body, scores)
+        score = partial(_scores, q, weights)
+        scores = context_scores(args.pages, ids, lens, score, block=block)
         _, best = jax.lax.top_k(scores, args.width)
         return jnp.where(jnp.arange(args.width) < lens[:, None], best, NO_POSITION)
 
@@ -53,13 +42,10 @@ def workspace(args: IndexTopkArgs) -> int:
     """The scores of a tile, the order that sorts them and a copy of both, and one block's keys and
     scores of heads.
     """
-    (_, heads, width), block = args.q.shape, _block_pages(args) * args.pages.shape[1]
+    (_, heads, width), size = args.q.shape, args.pages.shape[1]
+    block = block_pages(size) * size
     tile = MOST_TOKENS * block * (heads * 4 + width * args.pages.dtype.itemsize)
     return 4 * TILE_BYTES + tile
-
-
-def _block_pages(args: IndexTopkArgs) -> int:
-    return max(1, KEYS_PER_BLOCK // args.pages.shape[1])
 
 
 def _scores(

@@ -25,6 +25,7 @@ FAMILIES = (
         for name in ("deepseek_v32", "axk2", "mistral_large4")
     ),
     "glm_moe_dsa",
+    "minimax_m3",
 )
 FEW_PAGES = 20  # of each pool, of the 37 that the prompts and their answers fill
 
@@ -75,12 +76,28 @@ def test_pages_of_the_indexer() -> None:
     assert [state.border_before(layer) for layer in range(4)] == [0, 0, 0, 3]
 
 
-def test_contexts_within_the_chosen_number_have_no_indexer() -> None:
-    """All tokens are chosen: the steps are those of latent attention, without pages of keys."""
-    config = {**tiny_config("glm_moe_dsa"), "index_topk": 64}
-    model, params = build_model(config, "float32"), tiny_model("glm_moe_dsa")[1]
+def test_pages_of_the_indexer_of_blocks() -> None:
+    """Keys and values of all layers are in one pool, the keys of indexers of some in another."""
+    state = tiny_model("minimax_m3")[0].state  # 2 of 3 layers have an indexer
+    assert state.bytes_per_entry == (3 * 4 * 2 * 2 * 16, 2 * 4 * 12)
+    assert [state.layers[i].groups for i in range(3)] == [(0,), (0, 1), (0, 1)]
+
+
+BLOCKS = tiny_config("minimax_m3")["sparse_attention_config"]
+MANY = {  # chosen: 64 tokens
+    "glm_moe_dsa": {"index_topk": 64},
+    "minimax_m3": {
+        "sparse_attention_config": {**BLOCKS, "sparse_block_size": 16, "sparse_topk_blocks": 4}
+    },
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_contexts_within_the_chosen_number_have_no_indexer(name: str) -> None:
+    """All tokens are chosen: the steps are those of other attention, without pages of keys."""
+    config = {**tiny_config(name), **MANY[name]}
+    model, params = build_model(config, "float32", 65), tiny_model(name)[1]
     short = dataclasses.replace(model, config=model.config.for_context(64))
-    assert model.config.for_context(65) == model.config
     assert short.state.bytes_per_entry == model.state.bytes_per_entry[:1]
     program = Program(short, replace(LIMITS, groups=short.state.groups, max_model_len=64))
     compiled = compiled_for(program, extras=False)

@@ -26,6 +26,7 @@ import torch
 from cases import CASES, rope_cases
 from deepseek import renamed, without_gates
 from internlm2 import packed
+from minimax_m3 import published_names
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -57,6 +58,7 @@ LENGTHS = {
     # some times index_topk
     **dict.fromkeys(("deepseek_v32", "deepseek_v32_bias"), 40),
     **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
+    **dict.fromkeys(("minimax_m3", "minimax_m3_text"), 40),
     "mistral_large4": 40,
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
@@ -86,12 +88,12 @@ HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head
 HEADS += ("decoder.weight",)
 FREE_STEPS = (0.0, float("inf"))
 # of which single steps round otherwise; so a choice of tokens would differ that rounding decides
-RECURRENT = {"linear_attention", "conv", "hybrid", "indexed_attention"}
+RECURRENT = {"linear_attention", "conv", "hybrid", "indexed_attention", "minimax_m3_sparse"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2"),
-    *("vaultgemma", "recurrent_gemma", "step3p5"),
+    *("vaultgemma", "recurrent_gemma", "step3p5", "minimax_m3_vl_text"),
 )
 # published files have other names
 RENAMED = (
@@ -194,6 +196,8 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return _olmo_hybrid(model)
     if name == "internlm2":
         return packed(model.state_dict(), model.config)
+    if name == "minimax_m3_text":
+        return published_names(model.state_dict())
     as_published = any(".experts." in key for key in model.state_dict()) or name in RENAMED
     if name in STACKED or not as_published:
         return model.state_dict()

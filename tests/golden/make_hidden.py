@@ -135,6 +135,7 @@ CASES = (
     "dbrx",
     "laguna_elements",
     "step3p5_alike",
+    "minimax_m3",
     "muse_glimmer",
     "zaya",
     "chameleon_swin",

@@ -115,6 +115,7 @@ MORE: dict[str, dict[str, Any]] = {
     "bailing": {"num_experts": 8},
     "bailing_linear": {"group_norm_size": 4},
     "minimax_m2": {"num_local_experts": 8},
+    "minimax_m3": {"num_local_experts": 8},
     "granite_moe_shared": {"num_local_experts": 8},
     "phimoe": {"num_local_experts": 8},
     "llama4": {"num_local_experts": 8},

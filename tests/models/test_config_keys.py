@@ -105,6 +105,7 @@ READ_BY = {
     "deepseek": {"moe_intermediate_size", "num_local_experts"},
     "dots1": {"moe_intermediate_size", "num_local_experts"},
     "minimax_m2": {*_COUNTS, "use_qk_norm"},
+    "minimax_m3": {*_COUNTS, "use_qk_norm"},
     "deepseek_v32": {"moe_intermediate_size", "num_local_experts"},
     "glm_moe_dsa": {"moe_intermediate_size", "num_local_experts"},
     "axk2": {"moe_intermediate_size", "num_local_experts"},

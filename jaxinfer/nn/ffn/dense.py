@@ -54,7 +54,7 @@ class FeedForward(nn.Module):
         gelu = c.activation == "gelu_tanh" and w.is_dense
         swiglu = c.gated and (c.activation == "silu" or gelu) and not c.bias  # in one kernel
         swiglu = swiglu and c.gate_scale == c.out_scale == 1.0
-        swiglu = swiglu and c.gate_cutoff is None and c.limit is None
+        swiglu = swiglu and all(one is None for one in (c.gate_cutoff, c.limit, c.swiglu))
         swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
         fusible = swiglu and not ctx.uses("mlp_post") and c.norm is None
         if fusible and all(isinstance(one.matrix, Quantised) for one in (w, down)):
@@ -74,10 +74,13 @@ class FeedForward(nn.Module):
             gate, up = jnp.split(hidden, 2, axis=-1)
             gate = gate if c.gate_scale == 1.0 else gate * c.gate_scale
             gate = gate if c.gate_cutoff is None else above_cutoff(gate, c.gate_cutoff, ctx)
-            gate, up = activation(ctx.at("mlp_pre", gate)), ctx.at("mlp_linear", up)
-            if c.limit is not None:
-                gate, up = jnp.minimum(gate, c.limit), jnp.clip(up, -c.limit, c.limit)
-            hidden = gate * up
+            gate, up = ctx.at("mlp_pre", gate), ctx.at("mlp_linear", up)
+            if c.swiglu is not None:
+                hidden = c.swiglu(gate, up)
+            elif c.limit is not None:
+                hidden = jnp.minimum(activation(gate), c.limit) * jnp.clip(up, -c.limit, c.limit)
+            else:
+                hidden = activation(gate) * up
         elif not c.gated:
             hidden = activation(ctx.at("mlp_pre", hidden))
         hidden = ctx.at("mlp_post", hidden)

@@ -177,6 +177,7 @@ def attend(
     only: jax.Array | None = None,  # int32[B]
     cap: float | None = None,
     chunk: int | None = None,
+    chosen: jax.Array | None = None,  # bool[K, T, T]: see ``dense_attention``
 ) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, H], or with only [B, N, H]
     """Append this step's keys and values to the pages and attend over them.
 
@@ -189,7 +190,7 @@ def attend(
         values = "projected"
     if state is None:
         reach = window if chunk is None else Chunk(chunk)
-        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, reach, terms, only, cap)
+        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, reach, terms, only, cap, chosen)
     pages, d = ctx.pages[0], ctx.num_decodes
     last = prompts = ctx
     if chunk is not None:
@@ -202,7 +203,8 @@ def attend(
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
     # copy the pools. (``append_decode`` writes and reads within one kernel.)
     slots, norms = pages.slot_mapping[d:], _Norms(qk_norm, values)
-    q, state = _append(qkv[d:], state, slots, ctx, angles, *norms)
+    own = None if angles is None else angles.take(slice(d, None))
+    q, state = append(qkv[d:], state, slots, ctx, own, *norms)
     if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
         return _decode(qkv[only], state, last, angles, *norms, terms, **static)
@@ -254,23 +256,28 @@ def prefill(
     return paged_prefill(args, ctx.pinned("paged_prefill"))
 
 
-def _append(
+def append(
     qkv: jax.Array,  # [T, N + 2K, H]
     state: LayerArrays,
     slots: jax.Array,  # int32[T]
     ctx: StepContext,
-    angles: Angles | None,
+    angles: Angles | None,  # of these tokens
     qk_norm: QKNorm,
-    values: Values,
+    values: Values = "projected",
 ) -> tuple[jax.Array, LayerArrays]:  # [T, N, H]
-    """The queries of prompts, and the state after appending their keys and values."""
+    """The queries of some tokens, and the state after appending their keys and values."""
     to = pages_of(state) | {"slot_mapping": slots}
     if angles is None:
         q, k, v = split_heads(qkv, state["k"].shape[2])
         return q, with_pools(kv_append(KvAppendArgs(k=k, v=v, **to), ctx.pinned("kv_append")))
-    cos, sin = angles.take(slice(ctx.num_decodes, None))
     args = RopeAppendArgs(
-        qkv=qkv, cos=cos, sin=sin, qk_norms=qk_norm.weights, **to, eps=qk_norm.eps, values=values
+        qkv=qkv,
+        cos=angles.cos,
+        sin=angles.sin,
+        qk_norms=qk_norm.weights,
+        **to,
+        eps=qk_norm.eps,
+        values=values,
     )
     q, *pools = qk_rope_append(args, ctx.pinned("qk_rope_append"))
     return q, with_pools(pools)
@@ -323,6 +330,7 @@ def _dense(
     terms: HeadTerms,
     only: jax.Array | None,  # int32[B]
     cap: float | None,
+    chosen: jax.Array | None,  # bool[K, T, T]
 ) -> tuple[jax.Array, LayerArrays]:  # [T, N, H], or with only [B, N, H]
     """Attention of one whole sequence over itself, and its keys and values [T, K, H]."""
     if ctx.angles:
@@ -331,7 +339,7 @@ def _dense(
     else:
         q, k, v = split_heads(qkv, num_kv_heads)
     q, k, v = ctx.at("q", q), ctx.at("k", k), ctx.at("v", v)
-    out = dense_attention(q, k, v, ctx, scale, window, terms, cap)
+    out = dense_attention(q, k, v, ctx, scale, window, terms, cap, chosen)
     return out if only is None else out[only], {"k": k, "v": v}
 
 
@@ -344,8 +352,12 @@ def dense_attention(
     window: int | Chunk | None,
     terms: HeadTerms = _NO_TERMS,
     cap: float | None = None,
+    chosen: jax.Array | None = None,  # bool[K, T, T]
 ) -> jax.Array:  # [T, N, V]
-    """Causal attention of one whole sequence over itself; supports gradients and vmap."""
+    """Causal attention of one whole sequence over itself; supports gradients and vmap.
+
+    The queries of a KV head attend to ``chosen`` keys alone.
+    """
     t, n, h = q.shape
     grouped = q.reshape(t, k.shape[1], n // k.shape[1], h)
     scores = jnp.einsum("TKGH,SKH->KGTS", grouped, k, preferred_element_type=jnp.float32)
@@ -356,6 +368,8 @@ def dense_attention(
         visible &= of_token[:, None] == of_token
     elif window is not None:
         visible &= distance < window
+    if chosen is not None:
+        visible &= chosen[:, None]
     slopes = None if terms.slopes is None else terms.slopes.reshape(*scores.shape[:2], 1, 1)
     scores = biased(capped(scores * scale, cap), slopes, distance)
     scores = jnp.where(visible, scores, -jnp.inf)

@@ -17,6 +17,7 @@ from jaxinfer.nn.mixers.chunks import most_chunks
 from jaxinfer.nn.mixers.convolved_spec import ConvolvedAttentionConfig
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
+from jaxinfer.nn.mixers.indexed_attention_spec import IndexedAttentionConfig
 from jaxinfer.nn.mixers.indexed_latent_spec import IndexedLatentConfig
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.mixers.lightning_spec import LightningConfig
@@ -24,6 +25,8 @@ from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
 from jaxinfer.nn.mixers.mamba_spec import MambaConfig
 from jaxinfer.nn.mixers.rg_lru_spec import RgLruConfig
 from jaxinfer.nn.mixers.rwkv_spec import SHIFT, ChannelMixConfig, TimeMixConfig
+from pallas_kernels.block_topk import api as block_topk
+from pallas_kernels.block_topk.ref import BlockTopkArgs
 from pallas_kernels.delta_prefill import api as delta_prefill
 from pallas_kernels.harness.registry import KernelOp, workspace_of
 from pallas_kernels.index_topk import api as index_topk
@@ -36,6 +39,8 @@ from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.paged_prefill import api as paged_prefill
 from pallas_kernels.paged_prefill.ref import FEW_TOKENS, PrefillArgs
 from pallas_kernels.short_conv import api as short_conv
+from pallas_kernels.sparse_attention import api as sparse_attention
+from pallas_kernels.sparse_attention.ref import SparseAttentionArgs
 from pallas_kernels.sparse_latent import api as sparse_latent
 from pallas_kernels.sparse_latent.ref import SparseLatentArgs
 
@@ -138,6 +143,40 @@ def indexed_latent_bytes(config: IndexedLatentConfig, step: StepShape) -> int:
         ops.append((index_topk.OP, among))
     found = (workspace_of(op, step.platform, args, step.pins.of(op.name)) for op, args in ops)
     return max(found) + 4 * tokens * c.top_k
+
+
+def indexed_attention_bytes(config: IndexedAttentionConfig, step: StepShape) -> int:
+    """What the choice and the attention to it allocate, for a context of any length, and the
+    queries and blocks of all tokens.
+    """
+    of: Any = jax.ShapeDtypeStruct
+    c, index, (tokens, dtype) = config, config.indexer, (step.x.shape[0], step.x.dtype)
+    is_scaled = c.page_dtype == BITS
+    rows, table = of((tokens,), jnp.int32), of((tokens, MOST_PAGES), jnp.int32)
+    shared: dict[str, Any] = {"page_table": table, "rows": rows, "lens": rows, "block": index.block}
+    among = BlockTopkArgs(
+        q=of((tokens, index.num_heads, index.head_dim), dtype),
+        pages=of((1, 16, index.head_dim), dtype),
+        top_k=index.top_k,
+        local=index.local,
+        **shared,
+    )
+    pool = of((1, 16, c.num_kv_heads, c.head_dim), c.page_dtype or dtype)
+    scales = of(pool.shape[:3], jnp.float32) if is_scaled else None
+    sparse = SparseAttentionArgs(
+        q=of((tokens, c.num_heads, c.head_dim), dtype),
+        k_pages=pool,
+        v_pages=pool,
+        k_scales=scales,
+        v_scales=scales,
+        blocks=of((tokens, index.num_heads, index.top_k), jnp.int32),
+        scale=c.scale,
+        **shared,
+    )
+    ops: list[tuple[KernelOp, Any]] = [(block_topk.OP, among), (sparse_attention.OP, sparse)]
+    found = (workspace_of(op, step.platform, args, step.pins.of(op.name)) for op, args in ops)
+    heads = (c.num_heads * c.head_dim + index.num_heads * index.head_dim) * dtype.itemsize
+    return max(found) + tokens * (heads + 4 * index.num_heads * index.top_k)
 
 
 def delta_bytes(config: DeltaConfig, step: StepShape) -> int:

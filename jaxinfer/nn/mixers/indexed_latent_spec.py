@@ -24,6 +24,11 @@ CHOSEN = "chosen"  # int32[T, K]: the positions of each token; -1 for none
 SHARED = "shared"  # the pools of its entries and their page table; in the dense form the entries
 
 
+def index_keys(width: int, pages: jnp.dtype) -> PagedKind:
+    """The pages of an indexer's keys, which have 16 bits if other ``pages`` have 8."""
+    return PagedKind((Entry(KEY, (width,), ROPE_DTYPE if pages == BITS else pages),))
+
+
 @dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
     """DeepSeek's lightning indexer (DeepSeek-V3.2, 2025, arXiv:2512.02556).
@@ -77,9 +82,7 @@ class IndexedLatentConfig(LatentAttentionConfig):
         """See ``MixerSpec``. With 8-bit latents the indexer's keys have 16 bits."""
         paged = super().state(dtype).paged if self.own_entries else ()
         if self.indexer is not None and self.selects:
-            pages = self.page_dtype or dtype
-            keys = Entry(KEY, (self.indexer.head_dim,), ROPE_DTYPE if pages == BITS else pages)
-            paged = (*paged, PagedKind((keys,)))
+            paged = (*paged, index_keys(self.indexer.head_dim, self.page_dtype or dtype))
         sources = ((CHOSEN, self.follows), (SHARED, self.reads))
         follows = tuple((name, layer) for name, layer in sources if layer is not None)
         return LayerState(paged, follows=follows)

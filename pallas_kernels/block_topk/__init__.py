@@ -1,0 +1,1 @@
+"""The op block_topk; see ``api``."""

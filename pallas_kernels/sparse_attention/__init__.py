@@ -1,0 +1,1 @@
+"""The op sparse_attention; see ``api``."""
