@@ -40,6 +40,26 @@ class PlainResidual:
 
 
 @dataclass(frozen=True)
+class HyperResidual:
+    """Several streams, of which a block reads a weighted sum, and to which it adds its output times
+    a weight of each: hyper-connections that do not mix streams (iHC, Hunyuan 4).
+
+    The weights are sigmoids of projections of all streams after an RMS norm without weights, whose
+    epsilon is ``norm_eps``; ``eps`` is added to them, and those of outputs are multiplied by
+    ``magnitude``. All streams begin with the embedding and end with a weighted sum.
+    """
+
+    num_streams: int
+    magnitude: float
+    eps: float
+    norm_eps: float
+
+    def module(self, name: str) -> Any:
+        """See ``ResidualSpec``."""
+        return import_module("jaxinfer.nn.residual").Hyper(self, name=name)
+
+
+@dataclass(frozen=True)
 class WeightedResidual:
     """One stream, which is multiplied by a parameter of each block before its output is added."""
 

@@ -736,6 +736,13 @@ CASES = {
         gated_norm_rank=6, rope_parameters=merged(LATENT_ROPE, mscale=1.0, mscale_all_dim=1.0)),
     "axk2_groups": case("axk2", OWN_LATENT, BIASED_EXPERTS, GROUPS, INDEXER, n_routed_experts=8,
         gated_norm_rank=5, attention_bias=True, moe_layer_freq=2, rms_norm_eps=1e-3),
+    # with an indexer, with one, following twice
+    "hy_v4": case("hy_v4", OWN_LATENT, NO_TOKENS, BIASED_EXPERTS, INDEXER, num_hidden_layers=4,
+        hc_mult=3, hc_magnitude=1.5, swiglu_limit=1.0, rms_norm_eps=1e-3),
+    "hy_v4_groups": case("hy_v4", OWN_LATENT, NO_TOKENS, BIASED_EXPERTS, GROUPS, INDEXER,
+        n_routed_experts=8, n_shared_experts=2, attention_bias=True, norm_topk_prob=False,
+        mlp_layer_types=kinds("ede"), indexer_types=["full", "shared", "full"],
+        hc_mult=2, hc_eps=1e-2, rope_parameters=merged(LATENT_ROPE, mscale=1.0, mscale_all_dim=1.0)),
     "dbrx": case("dbrx", DBRX, n_layers=2,
         attn_config=merged(clip_qkv=1.5, kv_n_heads=2, rope_theta=500000.0),
         rope_parameters=merged(DEFAULT_ROPE, rope_theta=500000.0),
