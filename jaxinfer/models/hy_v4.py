@@ -28,6 +28,15 @@ from pallas_kernels.experts.stack import Activation
 # transformers' defaults
 _HEADS, _STREAMS, _MAGNITUDE, _EPS, _LIMIT = 16, 4, 2.0, 1e-6, 10.0
 _DEFAULTS = MappingProxyType({"routed_scaling_factor": 2.827, "index_topk_freq": 4})
+# The text of Hy4-VL rotates adjacent components, and its latents' norms have the common epsilon.
+_WITH_IMAGES = "hy_v4_vl_text"
+_SIZES = MappingProxyType(  # which its "text_config" may leave out
+    {
+        **{"q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        **{"qk_rope_head_dim": 64, "index_n_heads": 32, "moe_intermediate_size": 2048},
+        **{"n_routed_experts": 256, "num_experts_per_tok": 8},
+    }
+)
 _PARTS = MappingProxyType(  # of published files
     {"enable_ihc": True, "gated_mla": True, "gating_type": "elementwise", "learnable_sink": True}
 )
@@ -43,8 +52,14 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     for key, only in _PARTS.items():
         hf.supported_only(config, key, only)
     config.get("learnable_sink_init")  # of training
-    eps = hf.positive_float(config, "rms_norm_eps", 1e-5)
-    own = hf.with_defaults(hf.with_values(config, {"rms_norm_eps": eps}), _DEFAULTS)
+    heads = hf.positive_int(config, "num_attention_heads")
+    # which transformers replaces, since published files have another number
+    hf.positive_int(config, "num_key_value_heads", heads)
+    own = hf.with_defaults(hf.with_values(config, {"num_key_value_heads": heads}), _DEFAULTS)
+    eps, more = hf.positive_float(config, "rms_norm_eps"), dict[str, Any]()
+    with_images = config.get("model_type") == _WITH_IMAGES
+    if with_images:
+        own, more = hf.with_defaults(own, _SIZES), {"norm_eps": eps}
     activation = Activation(limit=hf.positive_float(config, "swiglu_limit", _LIMIT))
     experts = replace(biased_experts(own), activation=activation)
     hf.supported_only(config, "hidden_act", "silu")
@@ -53,15 +68,16 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         own,
         dtype,
         heads=_HEADS,
-        interleaved=False,
+        interleaved=with_images,
         ffns=ffns,
         kinds=indexer_kinds(own, len(ffns)),
         rotates_last=True,
-        pairs=False,
+        pairs=with_images,
         index_eps=eps,
         head_gate="components",
         sinks=True,
         always=True,
+        **more,
     )
     residual = HyperResidual(
         num_streams=hf.positive_int(config, "hc_mult", _STREAMS),
@@ -106,5 +122,11 @@ FAMILY = ModelFamily(
     config_from_hf=config_from_hf,
     param_specs=param_specs,
     ignored_tensors=(*LATENT_IGNORED_TENSORS, r"model\.mtp_layers\..*"),
+    # as transformers saves them, which reverses its reading of published names
+    other_names=(
+        (r"\.hc_pre\.(hc_(?:attn|mlp)_layer)\.", r".\1.hc_pre."),
+        (r"\.(?:hc_pre\.hc_head|hc_head\.hc_pre)\.", ".hc_head."),
+        (r"\.mlp\.(shared_experts\.)?linear_gate\.", r".mlp.\1gate_proj."),
+    ),
     stacked_experts=True,
 )

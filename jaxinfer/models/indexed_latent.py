@@ -24,6 +24,7 @@ from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 FULL, SHARED = "full", "shared"  # layers with an indexer, and those that follow one
 _INDEX_EPS = 1e-6  # of the indexer's LayerNorms in the published code of most families
 _OFFSET = 2  # transformers' default of index_skip_topk_offset
+_NAMES = LatentNames()
 _LETTERS = MappingProxyType({"F": FULL, "S": SHARED})  # of index_topk_pattern
 
 
@@ -106,9 +107,7 @@ def indexer_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
     return kinds
 
 
-def indexed_param_specs(
-    config: DecoderSpec, names: LatentNames = LatentNames()
-) -> tuple[ParamSpec, ...]:
+def indexed_param_specs(config: DecoderSpec, names: LatentNames = _NAMES) -> tuple[ParamSpec, ...]:
     """The parameters of the decoder, with Hugging Face's names of their sources."""
     specs = [*latent_param_specs(config, names=names)]
     for i, layer in enumerate(config.layers):

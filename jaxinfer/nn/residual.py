@@ -114,7 +114,7 @@ class Hyper(nn.Module):
 
     def _summed(self, total: jax.Array, ways: jax.Array) -> Stream:
         """The streams times their weights float32[T, n]."""
-        own = (ways + self.config.eps)[..., None] * self._split(total)
+        own = (ways + self.config.eps)[..., None] * self._split(total).astype(jnp.float32)
         return Stream(jnp.sum(own, axis=1).astype(total.dtype))
 
     def _split(self, total: jax.Array) -> jax.Array:  # [T, n, D]

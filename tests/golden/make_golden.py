@@ -60,7 +60,7 @@ LENGTHS = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v32_bias"), 40),
     **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text"), 40),
-    **dict.fromkeys(("mistral_large4", "hy_v4", "hy_v4_groups"), 40),
+    **dict.fromkeys(("mistral_large4", "hy_v4", "hy_v4_groups", "hy_v4_multimodal"), 40),
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,

@@ -278,6 +278,9 @@ def test_saved_tensors_are_those_that_were_loaded(name: str) -> None:
         ("mistral_large4", {"kv_source_layers": [0, 1, 0, 0]}, "has 0 for layer 3, which is not"),
         ("mistral_large4", {"no_rope_layers": [1]}, "must hold 0 or 1 for each of the 4 layers"),
         ("mistral_large4", {"q_lora_rank": 8}, "is 8, and queries have no latent; remove it"),
+        ("hy_v4", {"rope_interleave": True}, "is True, and this family supports only"),
+        ("hy_v4", {"gating_type": "headwise"}, "is 'headwise', and this family supports only"),
+        ("hy_v4", {"swiglu_limit": 0.0}, "'swiglu_limit' must be a positive number"),
     ],
 )
 def test_a_wrong_config_is_refused(family: str, change: dict[str, Any], message: str) -> None:
