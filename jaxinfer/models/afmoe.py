@@ -57,7 +57,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         rotates=[window is not None for window in windows],
         norms="both",
         ffns=networks_by_layer(config, experts, first=1, key="num_dense_layers"),
-        attention={"gate": True},
+        attention={"gate": True, "gate_bias": False},
         embed_scale=factor,
     )
 

@@ -16,12 +16,12 @@ from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import with_rope
 from jaxinfer.models.names import PLAIN
-from jaxinfer.models.params import ParamSpec, join
+from jaxinfer.models.params import ParamSpec, join_flat
 from jaxinfer.models.sources import ArraySpec, Source
-from jaxinfer.nn.decoder_config import DecoderSpec
+from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig
 
 # transformers' defaults
-_THETA = 12e6
+_THETA, _XIELU = 12e6, "xielu"
 _ROPE = MappingProxyType(
     {
         "rope_type": "llama3",
@@ -33,18 +33,18 @@ _ROPE = MappingProxyType(
     }
 )
 _NORMS = NormSources(names=("attention_layernorm", "feedforward_layernorm"))
-_ALPHAS = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n")
+_ACTIVATION = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    hf.supported_only(config, "hidden_act", "xielu")
     hf.supported_only(config, "mlp_bias", False)
     hf.supported_only(config, "qk_norm", True)
     hf.supported_only(config, "post_norm", False)
     # of 1.5, whose head may lack rows
     hf.supported_only(config, "output_vocab_size", hf.positive_int(config, "vocab_size"))
     bias = hf.flag(config, "attention_bias", False)
+    is_xielu = config.get("hidden_act") in (None, _XIELU)
     return gqa_config(
         with_rope(config, _ROPE),
         dtype,
@@ -53,20 +53,24 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qk_norm="head",
         theta=_THETA,
         gated=False,
-        activation="xielu",
+        activation=_XIELU if is_xielu else hf.activation(config, "hidden_act", _XIELU),
     )
 
 
 def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
-    """The shared parameters, and those of each layer's activation."""
-    return (*gqa_param_specs(config, norms=_NORMS, names=PLAIN), *_alphas(len(config.layers)))
+    """The shared parameters, and those of each layer's activation, if it has some."""
+    return (*gqa_param_specs(config, norms=_NORMS, names=PLAIN), *_activations(config))
 
 
-def _alphas(num_layers: int) -> Iterator[ParamSpec]:
-    array = ArraySpec((2,), (None,))
-    for i in range(num_layers):
-        sources = tuple(Source(f"model.layers.{i}.{name}", (1,)) for name in _ALPHAS)
-        yield ParamSpec(f"layers_{i}/act_alphas", array, sources, join)
+def _activations(config: DecoderSpec) -> Iterator[ParamSpec]:
+    array = ArraySpec((4,), (None,))
+    for i, layer in enumerate(config.layers):
+        assert isinstance(layer.ffn, FeedForwardConfig)
+        if layer.ffn.activation != _XIELU:
+            continue
+        start = f"model.layers.{i}.mlp.act_fn."
+        sources = tuple(Source(start + name, shape) for name, shape in _ACTIVATION)
+        yield ParamSpec(f"layers_{i}/act_params", array, sources, join_flat)
 
 
 FAMILY = ModelFamily(
@@ -76,6 +80,5 @@ FAMILY = ModelFamily(
     ignored_tensors=(
         *GQA_IGNORED_TENSORS,
         r"model\.(vision|audio)_tokenizer\..*",  # of 1.5
-        r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)",
     ),
 )

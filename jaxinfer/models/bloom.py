@@ -6,6 +6,7 @@ Source: ``modeling_bloom`` of Hugging Face transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxinfer.models.gqa import gqa_param_specs
 from jaxinfer.models.names import TensorNames
 from jaxinfer.models.plain import plain_config
 from jaxinfer.nn.decoder_config import DecoderSpec
+from jaxinfer.nn.layer_spec import BlockFactors
 from jaxinfer.nn.positions import Alibi
 
 _POSITIONS = 2048  # of the published models; the bias has no end
@@ -40,7 +42,6 @@ _NAMES = TensorNames(
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    hf.supported_only(config, "apply_residual_connection_post_layernorm", False)
     for unused in _UNUSED:
         config.get(unused)
     width = hf.positive_int(config, hf.first_of(config, "hidden_size", "n_embed"))
@@ -54,7 +55,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         "intermediate_size": 4 * width,
         "max_position_embeddings": hf.positive_int(config, "seq_length", _POSITIONS),
     }
-    return plain_config(
+    decoder = plain_config(
         config,
         dtype,
         sizes=sizes,
@@ -64,6 +65,10 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         attention={"alibi": Alibi(heads)},
         embed_norm=True,
     )
+    if not hf.flag(config, "apply_residual_connection_post_layernorm", False):
+        return decoder
+    layers = (replace(layer, on_norms=(BlockFactors(),) * 2) for layer in decoder.layers)
+    return replace(decoder, layers=tuple(layers))
 
 
 FAMILY = ModelFamily(

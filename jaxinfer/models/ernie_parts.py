@@ -29,20 +29,18 @@ ERNIE_TENSORS = ExpertTensors(
 def ernie_config(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     bias, windows = hf.flag(config, "use_bias", False), windows_by_layer(config, None)
-    ffns, head_dim = None, hf.head_dim(config, _HEAD_DIM)
-    if "Ernie4_5_MoeForCausalLM" in config.get("architectures", ()):
-        hf.supported_only(config, "use_bias", False)
-        ffns, head_dim = _networks(config, len(windows)), hf.head_dim(config)
+    is_mixture = "Ernie4_5_MoeForCausalLM" in config.get("architectures", ())
     return gqa_config(
         config,
         dtype,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        head_dim=head_dim,
+        head_dim=hf.head_dim(config, None if is_mixture else _HEAD_DIM),
         windows=windows,
         theta=_THETA,
-        ffns=ffns,
+        ffns=_networks(config, len(windows)) if is_mixture else None,
+        head_bias=bias and is_mixture,
         tied=True,
     )
 
@@ -52,8 +50,9 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
     hf.supported_only(config, "moe_gate", "topk")
     hf.supported_only(config, "moe_use_aux_free", True)
     config.get("moe_capacity")  # of training
-    if hf.positive_float(config, "moe_norm_min", 1e-12) > 1e-6:
+    if config.get("moe_norm_min") != 0 and hf.positive_float(config, "moe_norm_min", 1e-12) > 1e-6:
         raise ConfigError("config key 'moe_norm_min' is above 1e-6, which is not supported")
+    bias = hf.flag(config, "use_bias", False)  # experts have none
     each = hf.positive_int(config, "moe_intermediate_size")
     shared = hf.layer_index(config, "moe_num_shared_experts", _SHARED) * each
     experts = experts_config(
@@ -62,9 +61,9 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
         width="moe_intermediate_size",
         routing=Routing(hf.positive_int(config, "moe_k", _CHOSEN), renormalised=True),
         choice_bias=True,
-        shared=gated_network(config, shared) if shared else None,
+        shared=gated_network(config, shared, bias=bias) if shared else None,
     )
-    dense = dense_network(config)
+    dense = dense_network(config, bias=bias)
     interval = hf.positive_int(config, "moe_layer_interval", 1)
     first, last = hf.layer_index(config, "moe_layer_start_index", 1), num_layers - 1
     if config.get("moe_layer_end_index", -1) != -1:
@@ -73,6 +72,6 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
     return [experts if one else dense for one in sparse]
 
 
-def dense_network(config: Mapping[str, Any]) -> FeedForwardConfig:
+def dense_network(config: Mapping[str, Any], *, bias: bool = False) -> FeedForwardConfig:
     """The network of layers without experts."""
-    return gated_network(config, hf.positive_int(config, "intermediate_size"))
+    return gated_network(config, hf.positive_int(config, "intermediate_size"), bias=bias)

@@ -108,10 +108,12 @@ def expert_activation(name: str) -> Activation:
     return Activation(kind=f"{GATED}relu2" if name == "relu2" else name)
 
 
-def gated_network(config: Mapping[str, Any], width: int) -> FeedForwardConfig:
+def gated_network(
+    config: Mapping[str, Any], width: int, *, bias: bool = False
+) -> FeedForwardConfig:
     """A dense network with the activation of the experts."""
     activation = hf.activation(config, "hidden_act", "silu")
-    return FeedForwardConfig(width=width, activation=activation, gated=True)
+    return FeedForwardConfig(width=width, activation=activation, gated=True, bias=bias)
 
 
 def _in_groups(number: int, groups: Groups, keys: RoutingKeys) -> int:
@@ -157,10 +159,12 @@ def networks_by_layer(
     first: int,
     key: str = "first_k_dense_replace",
     width: str = "intermediate_size",
+    bias: bool = False,
 ) -> list[FeedForwardSpec]:
     """The network of each layer: ``mlp_layer_types`` decides, else the first layers are dense.
 
-    ``key`` says how many do, ``first`` if it is absent; ``width`` is the key of their width.
+    ``key`` says how many do, ``first`` if it is absent; ``width`` is the key of their width, and
+    ``bias`` says that they have biases.
     """
     num_layers = hf.positive_int(config, "num_hidden_layers")
     first = hf.layer_index(config, key, first)
@@ -168,7 +172,7 @@ def networks_by_layer(
     kinds = kinds or ["dense" if i < first else "sparse" for i in range(num_layers)]
     if "dense" not in kinds:
         return [experts] * num_layers
-    dense = gated_network(config, hf.positive_int(config, width))
+    dense = gated_network(config, hf.positive_int(config, width), bias=bias)
     return [dense if kind == "dense" else experts for kind in kinds]
 
 
@@ -180,11 +184,13 @@ def biased_experts(
     renormalised: bool = True,
     scores: str = "sigmoid",
     choice_bias: bool = True,
+    shared_bias: bool = False,
 ) -> ExpertsConfig:
     """Experts with DeepSeek-V3's keys, chosen by biased sigmoids, and those of all tokens.
 
     ``count`` and ``shared`` are the keys of their numbers, ``renormalised`` is the default of its
-    key, ``scores`` that of the scoring function.
+    key, ``scores`` that of the scoring function. With ``shared_bias`` those of all tokens have
+    biases.
     """
     given = {"norm_topk_prob": hf.flag(config, "norm_topk_prob", renormalised)}
     number = 0 if shared is None else hf.layer_index(config, shared, 1)
@@ -195,7 +201,7 @@ def biased_experts(
         width="moe_intermediate_size",
         routing=grouped_routing(hf.with_values(config, given), scores),
         choice_bias=choice_bias,
-        shared=gated_network(config, width) if width else None,
+        shared=gated_network(config, width, bias=shared_bias) if width else None,
     )
 
 

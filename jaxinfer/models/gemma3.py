@@ -14,12 +14,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxinfer.core.checks import short
-from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
-from jaxinfer.models.hf_keys import REMOVE_KEY
 from jaxinfer.models.hf_rope import ropes_by_kind
 from jaxinfer.models.layer_kinds import pattern_windows
 from jaxinfer.models.params import plus_one, stack_plus_one
@@ -45,11 +42,7 @@ _NORMS = NormSources(
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if (cap := config.get(key)) is not None:
-            raise ConfigError(
-                f"config key {key!r} is {short(cap)}, and logits are not capped here; {REMOVE_KEY}"
-            )
+    capped = config.get("final_logit_softcapping") is not None
     hf.supported_only(config, "use_bidirectional_attention", False)
     bias = hf.flag(config, "attention_bias", False)
     head_dim = hf.positive_int(config, "head_dim", _HEAD_DIM)
@@ -71,6 +64,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         scale=hf.positive_float(config, "query_pre_attn_scalar", _SCALAR) ** -0.5,
         norms="both",
         norm_dtype=jnp.dtype(jnp.float32),
+        logit_cap=hf.positive_float(config, "final_logit_softcapping") if capped else None,
         embed_scale=hf.positive_int(config, "hidden_size") ** 0.5,
     )
     # that of published files, 131,072, is already the one with the scaling by 8

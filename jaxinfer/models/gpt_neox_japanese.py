@@ -15,6 +15,7 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gpt_neox_parts import neox_config, neox_ignored, neox_names
 from jaxinfer.models.gqa import gqa_param_specs, with_mixers
+from jaxinfer.models.hf_rope import even_rotary
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec
 
@@ -31,6 +32,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     last = len(decoder.layers) - 1
     mixer = decoder.layers[last].mixer
     assert isinstance(mixer, AttentionConfig)
+    even_rotary(mixer.rope)
     return with_mixers(decoder, {last: replace(mixer, o_bias=True)})
 
 

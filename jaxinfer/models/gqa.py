@@ -262,7 +262,8 @@ def _qkv_linear(
         parts, tensors, orders, units = parts[:-1], tensors[:-1], orders[:-1], units[:-1]
     axes = (None, Fused("heads", parts, units))
     shape = (width, sum(parts))
-    return Linear("qkv", tensors, shape, axes, mixer.qkv_bias, orders, widths)
+    first = mixer.gate_bias or not mixer.gate
+    return Linear("qkv", tensors, shape, axes, mixer.qkv_bias, orders, widths, first)
 
 
 def _rotary_rows(mixer: AttentionConfig, heads: int, *, interleaved: bool) -> RotaryRows | None:

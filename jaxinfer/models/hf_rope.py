@@ -55,12 +55,13 @@ _TOP_LEVEL_ORIGINAL = ("llama3", "yarn", "longrope")
 _LONG_KINDS, _LONG_FACTOR = ("su", "yarn"), "long_factor"  # in older files of Phi-3
 _IMAGES = "mrope"  # positions in images: of text the default
 _CONTEXT_FIELD = "length"  # the field of a scaling that is set by the engine, not by a file
+_TRUNCATE = "truncate"
 # Keys that transformers knows. Like transformers, we ignore those that a kind does not use.
 _KNOWN = frozenset(
     {
         *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast"),
         *("beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
-        *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned"),
+        *("mscale", "mscale_all_dim", _TRUNCATE, "partial_rotary_factor", "finetuned"),
         # positions in images, which are equal in all sections for text
         *("mrope_interleaved", "mrope_section"),
     }
@@ -108,6 +109,18 @@ def rope_config(
     scaling = _scaling(kind, section, config, rotary_dim or head_dim)
     rope = RopeConfig(head_dim, base, scaling, rotary_dim)
     _check_numbers(rope)
+    return rope
+
+
+def even_rotary(rope: RopeConfig | None) -> RopeConfig | None:
+    """The rope of a family whose heads rotate an even number of components: in transformers the
+    code of others rounds an odd number up. Raises ``ConfigError``.
+    """
+    if rope is not None and rope.dim % 2:
+        raise ConfigError(
+            f"config key {_PARTIAL!r} gives {rope.dim} of the {rope.head_dim} components of a "
+            "head, and this family rotates an even number; correct it"
+        )
     return rope
 
 
@@ -190,20 +203,27 @@ def _without(config: HFConfig, key: str) -> HFConfig:
 
 
 def _sections_by_kind(place: str, given: Any) -> tuple[Any, Any]:
-    """The section for layers without a window, and for layers with one."""
-    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
+    """The section for layers without a window, and for layers with one.
+
+    Next to sections of types of layers transformers reads nothing but ``truncate``, which it reads
+    only there.
+    """
+    sections = given if isinstance(given, Mapping) else {}
+    by_type = {kind: own for kind, own in sections.items() if isinstance(own, Mapping)}
+    if not by_type or any(sections.get(kind, by_type) is None for kind in _LAYER_TYPES):
         return given, None  # as in published files
-    if unknown := given.keys() - {*_LAYER_TYPES}:
+    if unknown := by_type.keys() - {*_LAYER_TYPES}:
         raise ConfigError(
             f"config key {place!r} has values for {short(', '.join(sorted(unknown)))}; this family "
             f"has layers of {' and '.join(_LAYER_TYPES)}"
         )
-    full, local = (given.get(name) for name in _LAYER_TYPES)
+    truncate = {_TRUNCATE: sections.get(_TRUNCATE)}
+    full, local = ({**by_type.get(name, {}), **truncate} for name in _LAYER_TYPES)
     return full, local
 
 
 def _rotary_dim(given: Any, head_dim: int, default: float | None) -> int | None:
-    """The number of components of a head that rotate; None if all do."""
+    """``RopeConfig.rotary_dim``; None if all components of a head rotate."""
     if default is None and given not in (None, 1.0):
         raise ConfigError(
             f"config key {_PARTIAL!r} is {short(given)}, and heads of this family rotate whole; "
@@ -213,10 +233,10 @@ def _rotary_dim(given: Any, head_dim: int, default: float | None) -> int | None:
     if part is None or part == 1.0:
         return None
     found = int(head_dim * part) if is_positive(part) and part < 1 else 0
-    if found < 2 or found % 2:
+    if not found:
         raise ConfigError(
-            f"config key {_PARTIAL!r} is {short(part)}; it must be a number up to 1 that gives an "
-            f"even number of the {head_dim} components of a head"
+            f"config key {_PARTIAL!r} is {short(part)}; it must be a number up to 1 that gives at "
+            f"least one of the {head_dim} components of a head"
         )
     return found
 
@@ -332,10 +352,10 @@ def _scaling(
 
 def _value(values: Mapping[str, Any], name: str, head_dim: int) -> Any:
     """The checked value of one field of a scaling."""
-    if name == "truncate":
+    if name == _TRUNCATE:
         return flag(values, name, True)
     if name in ("short_factor", "long_factor"):
-        return _factors(values, name, head_dim // 2)
+        return _factors(values, name, -(-head_dim // 2))
     if name == _ORIGINAL:
         given: Any = values.get(name)
         whole = isinstance(given, float) and given.is_integer()  # some files have 4096.0

@@ -40,7 +40,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     hf.supported_only(config, "attention_head_dim", head_dim)
     windows, ffns = windows_by_layer(config, None), None
     if "HunYuanMoEV1ForCausalLM" in config.get("architectures", ()):
-        ffns = [_experts(config)] * len(windows)
+        ffns = [_experts(config, i) for i in range(len(windows))]
     else:
         hf.supported_only(config, "mlp_bias", False)
     return gqa_config(
@@ -84,15 +84,16 @@ def _stretched(base: float, alpha: float, head_dim: int) -> float:
     return found
 
 
-def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
-    """The experts of all layers, and the network that every token uses as well."""
+def _experts(config: Mapping[str, Any], layer: int) -> ExpertsConfig:
+    """The experts of a layer, and the network that every token uses as well."""
     hf.supported_only(config, "use_mixed_mlp_moe", True)
     hf.supported_only(config, "moe_layer_num_skipped", 0)
     hf.supported_only(config, "norm_topk_prob", True)
     hf.supported_only(config, "routed_scaling_factor", 1)
-    one = {key: _equal(config, key) for key in ("num_experts", "moe_topk", "num_shared_expert")}
+    keys = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size")
+    one = {key: _of_layer(config, key, layer) for key in keys}
     width = hf.positive_int(config, "intermediate_size")
-    if (given := _equal(config, "moe_intermediate_size")) not in (None, width):
+    if (given := one["moe_intermediate_size"]) not in (None, width):
         raise ConfigError(
             f"config key 'moe_intermediate_size' is {short(given)}, and experts are as wide as "
             f"'intermediate_size', {width}; make them equal"
@@ -108,17 +109,16 @@ def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
     )
 
 
-def _equal(config: Mapping[str, Any], key: str) -> Any:
-    """A value that may be a list with an equal one for each layer."""
+def _of_layer(config: Mapping[str, Any], key: str, layer: int) -> Any:
+    """A value that may be a list with one for each layer."""
     found = config.get(key)
     if not isinstance(found, list):
         return found
-    if not found or any(one != found[0] for one in found):
+    if layer >= len(found):
         raise ConfigError(
-            f"config key {key!r} has values that differ, {short(found)}; layers that differ in "
-            "size are not supported"
+            f"config key {key!r} is {short(found)}, which has no value of layer {layer}; correct it"
         )
-    return found[0]
+    return found[layer]
 
 
 FAMILY = ModelFamily(

@@ -29,7 +29,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     for key in _ON:
         hf.supported_only(config, key, True)
-    hf.supported_only(config, "mlp_bias", False)
     for key in ("enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine"):
         config.get(key)  # sums are in float32 here
     bias = hf.flag(config, "attention_bias", False)
@@ -37,7 +36,10 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     hf.supported_only(config, "expert_hidden_dim", width)
     scale = {"routed_scaling_factor": hf.positive_float(config, "router_scaling_factor", _SCALE)}
     own = hf.with_values(config, scale)
-    experts = biased_experts(own, count="num_experts", shared="num_shared_experts")
+    mlp_bias = hf.flag(config, "mlp_bias", False)  # experts have none
+    experts = biased_experts(
+        own, count="num_experts", shared="num_shared_experts", shared_bias=mlp_bias
+    )
     return gqa_config(
         config,
         dtype,
@@ -46,7 +48,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qk_norm="head",
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         theta=_THETA,
-        ffns=networks_by_layer(config, experts, first=1),
+        ffns=networks_by_layer(config, experts, first=1, bias=mlp_bias),
     )
 
 

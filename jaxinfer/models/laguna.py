@@ -107,10 +107,8 @@ def _gate(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"config key 'gating' is {short(given)}; known are true, 'per-head' and 'per-element'"
         )
-    if given == "per-element":  # whose projection has no bias
-        hf.supported_only(config, "attention_bias", False)
     kind = "gate" if given == "per-element" else "head_gate"
-    return {kind: True, "gate_act": "softplus"}
+    return {kind: True, "gate_act": "softplus", "gate_bias": False}
 
 
 def _experts(config: Mapping[str, Any]) -> ExpertsConfig:

@@ -16,7 +16,8 @@ class Linear(NamedTuple):
     """A linear layer: the name of its parameter, and of the tensors that are joined to make it.
 
     A single tensor has all outputs; several have ``widths`` of them, by default those of a fused
-    axis. ``rows`` are the row orders of the tensors; empty if all are in order.
+    axis. ``rows`` are the row orders of the tensors; empty if all are in order. Without
+    ``first_bias`` the first tensor has no bias where the others do.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Linear(NamedTuple):
     bias: bool
     rows: tuple[RowOrder | None, ...] = ()
     widths: tuple[int, ...] = ()
+    first_bias: bool = True
 
 
 def dense_linears(
@@ -55,7 +57,12 @@ def linear_specs(
         array, stored = ArraySpec(linear.shape, axes), _sources(linear, source, "weight", inputs)
         weights.append(ParamSpec(path + linear.name, array, stored, join_outputs, matrix="out_in"))
         if linear.bias:
-            array, stored = ArraySpec((outputs,), axes[1:]), _sources(linear, source, "bias")
+            axis, stored = axes[1], _sources(linear, source, "bias")
+            if not linear.first_bias:
+                assert isinstance(axis, Fused), "it has several tensors"
+                stored, outputs = stored[1:], outputs - axis.widths[0]
+                axis = Fused(axis.name, axis.widths[1:], axis.units[1:])
+            array = ArraySpec((outputs,), (axis,))
             biases.append(ParamSpec(f"{path}{linear.name}_bias", array, stored, join))
     return weights, biases
 

@@ -97,7 +97,6 @@ def _chunks(config: Mapping[str, Any], rotates: list[bool]) -> list[int | None]:
 
 def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpec]:
     """The network of each layer: experts in ``moe_layers``, or in every so many layers."""
-    hf.supported_only(config, "num_experts_per_tok", 1)  # with more, inputs differ by expert
     config.get("router_jitter_noise")  # in training
     step = hf.positive_int(config, "interleave_moe_layer_step", 1)
     sparse, known = config.get("moe_layers"), range(num_layers)
@@ -114,7 +113,7 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
         config,
         count="num_local_experts",
         width="intermediate_size",
-        routing=Routing(1, "sigmoid"),
+        routing=Routing(hf.positive_int(config, "num_experts_per_tok", 1), "sigmoid"),
         weighs_inputs=True,
         shared=gated_network(config, width),
     )

@@ -36,6 +36,11 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     kv_heads = hf.positive_int(config, "num_key_value_heads", heads)
     head_dim = hf.positive_int(config, "head_dim", _HEAD_DIM)
     value_dim = hf.positive_int(config, "v_head_dim", _VALUE_DIM)
+    if value_dim > head_dim:
+        raise ConfigError(
+            f"config key 'v_head_dim' is {value_dim}, and values that are wider than keys "
+            f"('head_dim', {head_dim}) are not supported"
+        )
     _check_published(config, heads, head_dim, value_dim)
     num_layers = hf.positive_int(config, "num_hidden_layers")
     default = [_SLIDING if i and (i + 1) % _EVERY else _FULL for i in range(num_layers)]

@@ -21,6 +21,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import biased_experts, networks_by_layer
+from jaxinfer.models.hf_keys import REMOVE_KEY
 from jaxinfer.models.hf_rope import with_rope
 from jaxinfer.models.indexed_latent import (
     growth_spec,
@@ -73,6 +74,11 @@ _NAMES = (
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "attention_bias", False)
+    if (rank := config.get("q_lora_rank")) is not None:
+        raise ConfigError(
+            f"config key 'q_lora_rank' is {short(rank)}, and queries have no latent; {REMOVE_KEY}"
+        )
+    hf.supported_only(config, "norm_topk_prob", True)
     groups = hf.positive_int(config, "n_group", 1) > 1  # of which the two best count
     own = with_rope(config, _ROPE)
     own = hf.with_values(own, {"topk_method": "noaux_tc" if groups else "greedy"})

@@ -182,13 +182,14 @@ def _network(config: Mapping[str, Any]) -> FeedForwardConfig:
 def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
     """Experts chosen as in DeepSeek-V3, and a network of all tokens; none has gates."""
     hf.supported_only(config, "mlp_hidden_act", "relu2")
-    hf.supported_only(config, "mlp_bias", False)
+    bias = hf.flag(config, "mlp_bias", False)  # experts have none
     hf.layer_index(config, "n_shared_experts", 1)  # which are one network of its own width
     own = hf.with_defaults(config, _EXPERT_DEFAULTS)
     width = hf.positive_int(config, "moe_shared_expert_intermediate_size", 7688)
     latent = None
     if config.get("moe_latent_size") is not None:
         latent = hf.positive_int(config, "moe_latent_size")
+        hf.supported_only(config, "mlp_bias", False)
     return experts_config(
         own,
         count="n_routed_experts",
@@ -196,7 +197,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
         routing=grouped_routing(own, "sigmoid"),
         choice_bias=True,
         activation=RELU2,
-        shared=FeedForwardConfig(width=width, activation="relu2", gated=False),
+        shared=FeedForwardConfig(width=width, activation="relu2", gated=False, bias=bias),
         latent=latent,
     )
 

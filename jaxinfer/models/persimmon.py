@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
+from jaxinfer.models.hf_rope import even_rotary, rope_config
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -40,7 +41,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         o_bias=True,
         mlp_bias=True,
         qk_norm="layer" if hf.flag(config, "qk_layernorm", True) else None,
-        partial_rotary=_PARTIAL_ROTARY,
+        rope=even_rotary(rope_config(config, hf.head_dim(config), partial=_PARTIAL_ROTARY)),
         gated=False,
         activation=hf.activation(config, "hidden_act", "relu2"),
         norm="layer",

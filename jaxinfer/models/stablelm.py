@@ -21,6 +21,7 @@ from jaxinfer.models.gqa import (
     gqa_config,
     gqa_param_specs,
 )
+from jaxinfer.models.hf_rope import even_rotary, rope_config
 from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec
@@ -38,7 +39,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=hf.flag(config, "use_qkv_bias", False),
         qk_norm="layers" if hf.flag(config, "qk_layernorm", False) else None,
-        partial_rotary=_PARTIAL_ROTARY,
+        rope=even_rotary(rope_config(config, hf.head_dim(config), partial=_PARTIAL_ROTARY)),
         norms="shared" if parallel else "before",
         norm="layer",
         parallel=parallel,

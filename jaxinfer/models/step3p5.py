@@ -172,6 +172,8 @@ def _ropes(
                 made[kind][key] = values.pop()
             elif listed == key and config.get(key) is not None:
                 made[kind][key] = hf.positive_float(config, key)
+    if config.get("local_rope_theta") is not None:  # of GGUF files
+        made[_SLIDING]["rope_theta"] = hf.positive_float(config, "local_rope_theta")
     for place in SECTIONS:
         if isinstance(config.get(place), Mapping):
             made[_FULL] |= config[place]

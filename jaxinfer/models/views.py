@@ -281,10 +281,11 @@ class WeightViews:
 
     def _qkv_bias(self, layer: int, part: int) -> jax.Array:  # [heads, H]
         mixer = self._attention(layer)
+        gates = mixer.num_heads * mixer.head_dim if mixer.gate and not mixer.gate_bias else 0
         heads = mixer.num_heads * (1 + mixer.gate) + mixer.num_kv_heads
         values = 0 if mixer.values == "keys" else mixer.num_kv_heads * mixer.value_dim
-        bias = self._bias(layer, "qkv", heads * mixer.head_dim + values)
-        return self._heads_of(layer, bias, part)
+        bias = self._bias(layer, "qkv", heads * mixer.head_dim + values - gates)
+        return self._heads_of(layer, jnp.pad(bias, (gates, 0)), part)
 
     def _bias_into_ffn(self, layer: int) -> jax.Array:  # [F]
         ffn = self._ffns()[layer]

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 
-def xielu(x: jax.Array, alphas: jax.Array) -> jax.Array:  # [...] and [2] -> [...]
-    """xIELU (Huang and Schlag 2024, arXiv:2411.13010), with beta 0.5 and parameters."""
-    beta, x32 = 0.5, x.astype(jnp.float32)
-    positive, negative = jax.nn.softplus(alphas.astype(jnp.float32))
-    above = positive * jnp.square(x32)
-    below = (beta + negative) * (jnp.expm1(jnp.minimum(x32, -1e-6)) - x32)
+def xielu(x: jax.Array, params: jax.Array) -> jax.Array:  # [...] and [4] -> [...]
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010) with alpha_p, alpha_n, beta and epsilon."""
+    alpha_p, alpha_n, beta, eps = params.astype(jnp.float32)
+    x32 = x.astype(jnp.float32)
+    above = jax.nn.softplus(alpha_p) * jnp.square(x32)
+    below = (beta + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.minimum(x32, eps)) - x32)
     return (jnp.where(x32 > 0, above, below) + beta * x32).astype(x.dtype)
 
 

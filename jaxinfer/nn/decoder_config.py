@@ -65,13 +65,13 @@ class AttentionConfig(BlockSpec):
     weight of each ("layers"), or both of each ("layers_bias"). LayerNorms have the epsilon
     ``qk_norm_eps`` (None: that of the layer's norms). With ``sinks`` each head has a logit next to
     its scores in the softmax. With ``gate`` the output of each head is multiplied by ``gate_act``
-    of a projection of the token, with ``head_gate`` by one number. ``values`` says how values are
-    made. Queries, keys and values are limited to ``clip`` and its negative, and queries grow with
-    the position. Scores x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores.
-    ``out_norm`` is the epsilon of an RMS norm of all heads' outputs. Values of ``own_value_dim``
-    components (None: as keys) are stored with zeros behind them, and are multiplied by
-    ``value_scale``. ``page_dtype`` is that of pages (None: the decoder's). With ``chunk``, tokens
-    attend within chunks of so many.
+    of a projection of the token (``gate_bias``: a part of ``qkv_bias`` is that of the gates), with
+    ``head_gate`` by one number. ``values`` says how values are made. Queries, keys and values are
+    limited to ``clip`` and its negative, and queries grow with the position. Scores x become
+    c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the epsilon of an
+    RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as keys) are
+    stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype`` is that of
+    pages (None: the decoder's). With ``chunk``, tokens attend within chunks of so many.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -89,6 +89,7 @@ class AttentionConfig(BlockSpec):
     qk_norm_eps: float | None = None
     sinks: bool = False
     gate: bool = False
+    gate_bias: bool = True
     head_gate: bool = False
     gate_act: Literal["sigmoid", "softplus"] = "sigmoid"
     values: Values = "projected"

@@ -108,8 +108,8 @@ class DynamicScaling(RopeScaling):
         if self.length <= original:
             return frequencies
         growth = self.factor * self.length / original - (self.factor - 1)
-        theta = rope.theta * growth ** (rope.width / (rope.width - 2))
-        return inverse_frequencies(RopeConfig(rope.width, theta))
+        theta = rope.theta * growth ** (rope.dim / (rope.dim - 2))
+        return inverse_frequencies(RopeConfig(rope.dim, theta))
 
     def lengths(self, positions: int) -> tuple[int, int]:
         """See ``RopeScaling``."""
@@ -247,7 +247,7 @@ class YarnScaling(RopeScaling):
         first, last = (self._component(rope, beta) for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, rope.width - 1)
+        first, last = max(first, 0), min(last, rope.dim - 1)
         index = np.arange(len(frequencies), dtype=np.float32)
         divided = np.clip((index - first) / (last - first or 0.001), 0.0, 1.0)
         blend = (1 - divided) * frequencies + divided * frequencies / self.factor
@@ -256,7 +256,7 @@ class YarnScaling(RopeScaling):
     def _component(self, rope: RopeConfig, rotations: float) -> float:
         """The (fractional) component with so many rotations over the original context."""
         wavelength = self.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return rope.width * math.log(wavelength) / (2 * math.log(rope.theta))
+        return rope.dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
     def lengths(self, positions: int) -> tuple[int, int]:
         """See ``RopeScaling``."""
@@ -268,10 +268,11 @@ class YarnScaling(RopeScaling):
 class RopeConfig:
     """The parameters of the rotation; ``scaling`` None is the original scheme.
 
-    With ``rotary_dim`` only so many components of a head rotate. They are the first of each half of
-    the head, as the weights are laid out (``models.params.RotaryRows``), and the tables hold the
-    angle 0 for the others: every kernel then computes them without a form of its own. Heads may
-    rotate ``backwards``.
+    With ``rotary_dim`` only so many components of a head rotate, and one more if that is odd: the
+    frequencies are those of the odd number. They are the first of each half of the head, as the
+    weights are laid out (``models.params.RotaryRows``), and the tables hold the angle 0 for the
+    others: every kernel then computes them without a form of its own. Heads may rotate
+    ``backwards``.
     """
 
     head_dim: int
@@ -281,9 +282,14 @@ class RopeConfig:
     backwards: bool = False
 
     @property
+    def dim(self) -> int:
+        """The number of components in the formulas of frequencies."""
+        return self.rotary_dim or self.head_dim
+
+    @property
     def width(self) -> int:
         """The number of components of a head that rotate."""
-        return self.rotary_dim or self.head_dim
+        return self.dim + self.dim % 2
 
     @property
     def attention_scale(self) -> float:
@@ -307,7 +313,7 @@ def inverse_frequencies(rope: RopeConfig) -> np.ndarray:  # float32[width / 2]
     """Radians per position of each pair of components that rotates, in float32 as the reference
     models do.
     """
-    exponents = np.arange(0, rope.width, 2, dtype=np.float32) / np.float32(rope.width)
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     frequencies = np.float32(1.0) / np.power(np.float32(rope.theta), exponents)
     return rope.scaling.rescale(rope, frequencies) if rope.scaling else frequencies
 

@@ -20,7 +20,10 @@ from kit.engines import compiled_for, dense_greedy, engine_of, run
 from kit.tiny_models import tiny_config, tiny_model
 
 FAMILIES = (
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("deepseek_v32", "axk2")),
+    *(
+        pytest.param(name, marks=pytest.mark.nightly)
+        for name in ("deepseek_v32", "axk2", "mistral_large4")
+    ),
     "glm_moe_dsa",
     "minimax_m3",
 )

@@ -186,6 +186,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             tensor.data[-1] = -1.0
         if name.endswith("layer_scalar"):
             tensor.data.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
+        if name.endswith(("act_fn.beta", "act_fn.eps")):
+            tensor.data.copy_(torch.rand(tensor.shape, generator=generator))
 
 
 def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:

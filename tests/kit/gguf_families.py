@@ -204,6 +204,17 @@ CASES: dict[str, Case] = {
         "attention.value_length": 16, "attention.sliding_window": 7, "logit_scale": 0.7,
         "attention.sliding_window_pattern": [True, False, True, False],
         "final_logit_softcapping": 3.0}, names="llama"),
+    "step35": Case("step35", "step3p5", {"rope_parameters": {"full_attention":
+        {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}},
+        "swiglu_limits": [0.0, 0.5, 0.0, 0.0], "swiglu_limits_shared": [0.0, 0.0, 0.75, 0.0],
+        "num_nextn_predict_layers": 0, "query_pre_attn_scalar": 16},
+        {**_experts(5, 2, 24, shared_feed_forward_length=20, weights_norm=True, weights_scale=1.5),
+        "attention.head_count": [4, 6, 6, 4], "attention.head_count_kv": [2] * 4,
+        "attention.sliding_window": 7, "rope.freq_base": 10000.0, "rope.freq_base_swa": 1000.0,
+        "attention.sliding_window_pattern": [False, True, True, False],
+        "rope.dimension_count": 16, "leading_dense_block_count": 1, "moe_every_n_layers": 1,
+        "swiglu_clamp_exp": [0.0, 0.5, 0.0, 0.0], "swiglu_clamp_shexp": [0.0, 0.0, 0.75, 0.0]}),
     "internlm2": Case("internlm2", "internlm2", {"bias": False}),
     "internlm3": Case("llama", "internlm3",
         {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}),
@@ -334,6 +345,7 @@ COMPARED = tuple(name for name in CASES if not name.endswith("_27b") and name no
 _DECODERS = {
     "mistral4": "Mistral4ForCausalLM",
     "muse_glimmer": "MuseGlimmerForConditionalGeneration",
+    "step3p5": "Step3p5ForCausalLM",
 }  # of models with images
 
 
@@ -356,6 +368,8 @@ def tensors_of(config: HFConfig) -> Tensors:
 
 
 def _larger(key: str, value: np.ndarray) -> np.ndarray:
+    if key.endswith(("act_fn.beta", "act_fn.eps")):
+        return np.full_like(value, 0.5 if key.endswith("beta") else -1e-6)  # as published
     if key.endswith(("norm.weight", "layer_scalar", "scale")) or "norm" in key and value.ndim == 1:
         return value if key.endswith("bias") else 1 + value
     return 3 * value if value.ndim > 1 and not key.endswith("A_log") else value
@@ -377,13 +391,11 @@ def write_family(
         _add(writer, f"{case.arch}.{key}", value)
     weights = tensors_of(config) if tensors is None else tensors
     if config.get("hidden_act") == "xielu":
-        for number in ("alpha_n", "alpha_p"):
+        for number in ("alpha_n", "alpha_p", "beta", "eps"):
             each = (
                 weights[f"model.layers.{i}.mlp.act_fn.{number}"] for i in range(_layers(config))
             )
             writer.add_array(f"xielu.{number}", [float(one.item()) for one in each])
-        for number, constant in (("beta", 0.5), ("eps", -1e-6)):
-            writer.add_array(f"xielu.{number}", [constant] * _layers(config))
     if case.arch in ("gemma4", "mistral4"):
         weights = stacked(weights)
     for one in ("long", "short") if case.arch in ("minicpm3", "phimoe") else ():

@@ -280,6 +280,12 @@ def _internlm2(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
         yield name.replace("wqkv", f"w{kind}"), part.reshape(-1, tensor.shape[1])
 
 
+def _step35(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """1 + w of norms, and a bias of the router."""
+    name = f"{name}.bias" if name.endswith("router_bias") else name
+    yield from _plus_one(name, tensor, c)
+
+
 _MUSE_NORMS = {
     "input": "attn_norm",
     "post_attention": "post_attention_norm",
@@ -325,6 +331,7 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     ),
     "bailingmoe": _bailing,
     "internlm2": _internlm2,
+    "step35": _step35,
     "muse-glimmer": _muse_glimmer,
     "deepseek2": _latent,
     "mistral4": _stacks,

@@ -685,7 +685,7 @@ CONFIGS = MappingProxyType(
             "architectures": ["MistralLarge4ForConditionalGeneration"],
             "num_hidden_layers": 4,
             "n_routed_experts": 8,
-            "indexer_types": ["full", "full", "shared", "full"],
+            "indexer_types": ["full", "full", "full", "shared"],
             "no_rope_layers": [1, 0, 1, 0],
             "kv_source_layers": [0, 1, 0, 1],
         },
@@ -1421,7 +1421,7 @@ LIKE_OTHERS = (
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
     *("apertus1p5", "zamba", "zamba2", "kolibri1", "lara_mini", "molmo2"),
-    *("deepseek_v32", "axk2"),  # as glm_moe_dsa
+    *("deepseek_v32", "axk2", "mistral_large4"),  # as glm_moe_dsa
 )
 OF_EACH_KIND = (
     "qwen3",

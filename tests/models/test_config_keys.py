@@ -69,7 +69,7 @@ _FACTORS = {
 }
 _CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 READ_BY = {
-    "gemma3": {"query_pre_attn_scalar", "sliding_window_pattern"},
+    "gemma3": {"final_logit_softcapping", "query_pre_attn_scalar", "sliding_window_pattern"},
     "gemma3n": {"final_logit_softcapping", "query_pre_attn_scalar"},
     "gemma4": {"final_logit_softcapping", "num_experts", "moe_intermediate_size"},
     "gemma4_all": {"final_logit_softcapping", "num_experts", "moe_intermediate_size"},

@@ -85,8 +85,8 @@ def test_activations_equal_transformers(case: str) -> None:
     used = [i for i in range(depth) if not (layers[i].mixer.is_absent and layers[i].ffn.is_absent)]
     each = len(used) // (len(expected["hidden"]) - 1)  # layers for one of transformers
     streams = [f"layers.{i}.resid_pre" for i in used[::each]] + ["final_norm"]
-    attend = [len(layer.mixer.state(dtype).paged) > 0 for layer in layers]
-    patterns = [f"layers.{i}.pattern" for i in range(depth) if attend[i]]
+    states = [layer.mixer.state(dtype) for layer in layers]
+    patterns = [f"layers.{i}.pattern" for i, own in enumerate(states) if own.paged or own.follows]
     read = jax.jit(lambda ids: forward(model, params, ids, taps=(*streams, *patterns))[1])
     found = read(tensors["token_ids"][0])
     assert len(expected["patterns"]) == len(patterns)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.hf_rope import even_rotary, rope_config, ropes_by_kind
 from jaxinfer.models.sources import RotaryRows
 from jaxinfer.nn.rope import RopeConfig, inverse_frequencies, rope_tables
 from pallas_kernels.lib.numerics import rotate
@@ -245,12 +245,39 @@ def test_heads_that_rotate_in_part_have_the_scores_of_the_definition(
 
 
 @pytest.mark.parametrize(
-    ("factor", "shown"), [(0, "0"), (1.5, "1.5"), (0.4, "0.4"), ("all", "'all'")]
+    ("factor", "shown"), [(0, "0"), (1.5, "1.5"), (0.1, "0.1"), ("all", "'all'")]
 )
-def test_a_part_of_a_head_is_an_even_number_of_components(factor: Any, shown: str) -> None:
+def test_a_part_of_a_head_is_some_of_its_components(factor: Any, shown: str) -> None:
     config = {"max_position_embeddings": 100, PARTIAL: factor}
     with pytest.raises(ConfigError, match=f"'{PARTIAL}' is {shown}; it must be .* of the 8 comp"):
         rope_config(config, 8, partial=1.0)
+
+
+def test_an_odd_part_of_a_head_is_rounded_up() -> None:
+    """With the frequencies of the odd number, as in transformers; not in all families."""
+    rope = rope_config({"max_position_embeddings": 100, PARTIAL: 0.4}, 8, partial=1.0)
+    assert rope.width == 4
+    np.testing.assert_allclose(inverse_frequencies(rope), [1, 10000 ** (-2 / 3)], rtol=1e-6)
+    with pytest.raises(ConfigError, match=f"'{PARTIAL}' gives 3 of the 8 components of a head"):
+        even_rotary(rope)
+
+
+def test_next_to_sections_of_types_of_layers_only_truncate_is_read() -> None:
+    """As in transformers, which writes such sections next to values of all layers."""
+    full = {**YARN, "beta_slow": 0.5, "truncate": False}
+    config = {"max_position_embeddings": 100}
+
+    def ropes(section: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
+        return ropes_by_kind({**config, "rope_parameters": section}, 8, theta=10000.0)
+
+    whole = rope_config({**config, "rope_parameters": {**YARN, "beta_slow": 0.5}}, 8)
+    exact = rope_config({**config, "rope_parameters": full}, 8)
+    plain = RopeConfig(8, 10000.0)
+    own = {"full_attention": full, "sliding_attention": {"rope_type": "default"}}
+    assert ropes(own) == (whole, plain)
+    assert ropes({**own, **DYNAMIC, "rope_theta": 7}) == (whole, plain)
+    assert ropes({**own, "truncate": False}) == (exact, plain)
+    assert ropes({"sliding_attention": full, "truncate": False}) == (plain, exact)
 
 
 @pytest.mark.parametrize("name", ["su", "yarn"])

@@ -86,3 +86,16 @@ def test_grammars(name: str) -> None:
 def test_wrong_grammars(grammar: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         Form(grammar=grammar)
+
+
+def test_characters_of_json_may_be_escaped() -> None:
+    """A model whose habit is caf\\u00e9 must not be led to caf\\u000e9, which is another text."""
+    text = Form(json={"type": "string", "maxLength": 5})
+    assert text.accepts('"caf\\u00e9"') and text.accepts('"\\ud83c\\udf38"')
+    assert not text.accepts('"\\ud83c"') and not text.accepts('"' + "\\u00e9" * 6 + '"')
+    schema = {"type": "object", "properties": {"a": {"enum": ["é"]}, "b": {"pattern": "^[é]+$"}}}
+    for value in ("a", "b"):  # those that the schema lists are written as they are
+        assert Form(json=schema).accepts(f'{{"{value}": "é"}}')
+    assert Form(json_object=True).accepts('{"\\u00e9": "\\u00e9"}')
+    tag = {"format": {"type": "json_schema", "json_schema": {"type": "string"}}}
+    assert Form(structural_tag=tag).accepts('"\\u00e9"')

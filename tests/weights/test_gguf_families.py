@@ -17,7 +17,7 @@ from jaxinfer.core.errors import CheckpointError, JaxinferError
 from jaxinfer.models import Model, forward
 from jaxinfer.models.params import nested
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.rope import RopeConfig, inverse_frequencies
+from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from jaxinfer.weights.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.header import read_header
@@ -151,6 +151,7 @@ WITHOUT_EFFECT_OF = {
         {"rope.scaling.factor", "expert_shared_feed_forward_length"},
     ),
     **dict.fromkeys(("qwen3vl", "qwen3vlmoe"), {"n_deepstack_layers"}),
+    "step35": {"leading_dense_block_count", "moe_every_n_layers"},
     "minimax-m2": {"feed_forward_length"},
     "hunyuan-moe": {"feed_forward_length"},
     "granite_hybrid_rope": {"expert_used_count"},
@@ -236,8 +237,27 @@ def test_prediction_layers_are_left_out(tmp_path: Path) -> None:
     assert not [name for name in checkpoint.tensors if ".layers.3." in name]
 
 
-def test_another_constant_of_xielu(tmp_path: Path) -> None:
+def test_constants_of_xielu_are_those_of_the_file(tmp_path: Path) -> None:
     header = read_header(write_family(tmp_path / "m.gguf", "apertus"))
     metadata = {**header.metadata, "xielu.beta": [0.5, 0.7]}
-    with pytest.raises(CheckpointError, match=r"xielu\.beta is \[0\.5, 0\.7\], and is supported"):
-        hf_config_from_gguf(replace(header, metadata=metadata), {})
+    changed = replace(header, metadata=metadata)
+    checkpoint = GGUFCheckpoint(changed, hf_config_from_gguf(changed, {}))
+    found = [checkpoint.read(f"model.layers.{i}.mlp.act_fn.beta") for i in range(2)]
+    np.testing.assert_allclose(found, [0.5, 0.7])
+
+
+def test_step_3_5_scales_the_rope_of_layers_without_a_window(tmp_path: Path) -> None:
+    """The file's factors are those of heads that rotate whole."""
+    path = write_family(tmp_path / "m.gguf", "step35", more={"rope.freq_base": 5e6})
+    scaling = Llama3Scaling(
+        factor=2.0,
+        low_freq_factor=1.0,
+        high_freq_factor=32.0,
+        original_max_position_embeddings=131072,
+    )
+    whole = RopeConfig(16, 5e6)
+    factors = inverse_frequencies(whole) / inverse_frequencies(replace(whole, scaling=scaling))
+    config = hf_config_from_gguf(read_header(path), {"rope_freqs.weight": factors})
+    ropes = [layer.mixer.rope for layer in build_model(config, "float32").config.layers]
+    assert ropes[0] == RopeConfig(16, 5e6, scaling, 8)
+    assert ropes[1] == RopeConfig(16, 1000.0)

@@ -266,6 +266,18 @@ def test_saved_tensors_are_those_that_were_loaded(name: str) -> None:
         ),
         ("deepseek_v3", {"q_lora_rank": 0}, "'q_lora_rank' must be a positive integer, got 0"),
         ("deepseek_v3", {"index_topk": 64}, "'index_topk' is 64, which DeepseekV3ForCausalLM does"),
+        ("deepseek_v32", {"q_lora_rank": None}, "is null; the indexer needs the queries' latent"),
+        ("deepseek_v32", {"index_head_dim": 4}, "'index_head_dim' is 4, less than 'qk_rope_head"),
+        (
+            "deepseek_v32",
+            {"indexer_rope_interleave": True},
+            "is True, and this family supports only",
+        ),
+        ("glm_moe_dsa", {"indexer_types": ["shared"] * 3}, "the first layer needs an indexer"),
+        ("axk2", {"n_group": None}, "'n_group' and 'topk_group' have to be set together"),
+        ("mistral_large4", {"kv_source_layers": [0, 1, 0, 0]}, "has 0 for layer 3, which is not"),
+        ("mistral_large4", {"no_rope_layers": [1]}, "must hold 0 or 1 for each of the 4 layers"),
+        ("mistral_large4", {"q_lora_rank": 8}, "is 8, and queries have no latent; remove it"),
     ],
 )
 def test_a_wrong_config_is_refused(family: str, change: dict[str, Any], message: str) -> None:

@@ -5,7 +5,7 @@ Owns: ``FeedForward``. Parameters:
     gated  gate_up [D, 2F]: gate, up   gate_up_bias [2F]   down [F, D]   down_bias [D]
     plain  up      [D, F]              up_bias      [F]    down [F, D]   down_bias [D]
     down_norm [F] with a norm of what ``down`` multiplies
-    act_alphas [2] with xIELU: of positive and of negative values
+    act_params [4] with xIELU: its alpha of positive and of negative values, beta and epsilon
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FeedForward(nn.Module):
         static = {"swiglu": swiglu, "gelu": swiglu and gelu}
         hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, **static)
         if c.activation == "xielu":
-            activation = partial(xielu, alphas=param(self, "act_alphas"))
+            activation = partial(xielu, params=param(self, "act_params"))
         else:
             activation = ACTIVATIONS[c.activation]
         if c.gated and not swiglu:

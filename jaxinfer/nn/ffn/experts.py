@@ -66,8 +66,10 @@ class Experts(nn.Module):
         elif ctx.axis is not None and down_bias is not None:  # one device adds it
             down_bias = jnp.where(jax.lax.axis_index(ctx.axis) == 0, down_bias, 0)
         x = h if c.latent is None else linear(h, weight(self, "into_latent"), ctx).y
-        if c.weighs_inputs:
-            x, weights = h * weights.astype(h.dtype), jnp.ones_like(weights)
+        if c.weighs_inputs:  # of each choice another input: a row of its own
+            x = (x[:, None] * weights.astype(x.dtype)[..., None]).reshape(-1, x.shape[1])
+            choices = choices.reshape(-1, 1)
+            weights = jnp.ones_like(choices, weights.dtype)
         args = ExpertsArgs(
             x=x,
             choices=choices,
@@ -80,6 +82,8 @@ class Experts(nn.Module):
             split=ctx.splits and c.latent is None,
         )
         out = experts(args, ctx.pinned("experts"))
+        if c.weighs_inputs and c.routing.chosen > 1:
+            out = out.reshape(*out.shape[:-2], len(h), c.routing.chosen, -1).sum(-2)
         if c.latent is not None:
             out = linear(out, weight(self, "from_latent"), ctx).y
         out = out if kept is None else added_partials(out, kept)

@@ -95,6 +95,8 @@ class Attention(nn.Module):
         """
         c = self.config
         bias = param(self, "qkv_bias") if c.qkv_bias else None
+        if c.gate and not c.gate_bias and bias is not None:
+            bias = jnp.pad(bias, (c.num_heads * c.head_dim, 0))
         w = weight(self, "qkv")
         qkv, stream, h = linear(stream, w, ctx, norm=norm, bias=bias, keep=c.head_gate)
         gates = linear(h, weight(self, "head_gate"), ctx).y if c.head_gate else None

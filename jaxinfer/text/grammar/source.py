@@ -74,6 +74,8 @@ def _json(params: StructuredOutputsParams) -> dict[str, Any]:
     """llguidance's options of schemas. A schema cannot switch on an approximation by itself."""
     pattern = params.whitespace_pattern or WHITESPACE
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
+    # else a model that writes \u00e9 for é is led to \u000e9, another character and a 9
+    options["json_allow_general_unicode_escapes"] = True
     if params.disable_any_whitespace:
         return options | {"whitespace_flexible": False}
     return options | {"whitespace_pattern": pattern}

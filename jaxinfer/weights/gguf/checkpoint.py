@@ -116,9 +116,10 @@ class GGUFCheckpoint:
             if name not in self.tensors:  # some files of DeepSeek have attn_kv_b as well
                 heads = tuple(hf_config.get(key) or 0 for key in table.heads)
                 self._add(name, _joined(header, joined, members, heads))
-        for key, own in table.from_metadata.items():
+        for key, (own, shape) in table.from_metadata.items():
             for i, number in enumerate(_of_each_layer(header, key, hf_config)):
-                self._add(f"{table.layer_prefix}{i}.{own}", Numbers(number))
+                tensor = np.full(shape, number, np.float32)
+                self._add(f"{table.layer_prefix}{i}.{own}", Numbers(tensor))
 
     def _add(self, name: str, stored: Stored) -> None:
         types = dict.fromkeys(tensor.type for tensor in stored.tensors)
@@ -159,9 +160,7 @@ def _changed(table: NameTable, hf_config: Mapping[str, Any]) -> Callable[..., Na
     return partial(changed_tensors, heads=(heads, kv_heads))
 
 
-def _of_each_layer(
-    header: GGUFHeader, key: str, hf_config: Mapping[str, Any]
-) -> list[np.ndarray]:  # float32[1] each
+def _of_each_layer(header: GGUFHeader, key: str, hf_config: Mapping[str, Any]) -> list[float]:
     """A number of each layer; one number in the file is that of all.
 
     Raises ``CheckpointError`` for another number of numbers.
@@ -173,7 +172,7 @@ def _of_each_layer(
             f"{header.path}: metadata key {key} must be {count} numbers, got {short(stored)}; "
             "convert the model again"
         )
-    return [np.full(1, one, np.float32) for one in numbers]
+    return numbers
 
 
 def _prediction_tensors(hf_config: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -17,6 +17,7 @@ def decoder_config(
     scaled: bool = False,
     eps: str = "rms_norm_eps",
     activations: tuple[str, ...] = ("silu", "swish"),
+    heads: int | None = None,
     kv_heads: int | None = None,
     value_dim: bool = False,
 ) -> dict[str, Any]:
@@ -24,12 +25,13 @@ def decoder_config(
 
     With ``partial`` heads may rotate in part; without ``dense`` the file may lack the width of
     dense networks; with ``scaled`` the caller reads the scale of scores, with ``value_dim`` the
-    width of values; with ``kv_heads`` it has read their number. ``eps`` is the key of the epsilon,
-    by default of RMS norms, others are of LayerNorms; ``activations`` are names of the one that
-    llama.cpp computes, Hugging Face's first. Raises ``CheckpointError`` for a value that is not
-    supported, and ``UnknownArchitectureError`` for experts, if no key of theirs was read before.
+    width of values; with ``heads`` and ``kv_heads`` it has read their numbers. ``eps`` is the key
+    of the epsilon, by default of RMS norms, others are of LayerNorms; ``activations`` are names of
+    the one that llama.cpp computes, Hugging Face's first. Raises ``CheckpointError`` for a value
+    that is not supported, and ``UnknownArchitectureError`` for experts, if no key of theirs was
+    read before.
     """
-    heads = meta.count("attention.head_count")
+    heads = heads or meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")
     if not meta.is_read("expert_count") and meta.number_if_set("expert_count"):
         raise UnknownArchitectureError(

@@ -6,7 +6,6 @@ architecture.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -77,18 +76,7 @@ def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
 
 
 def _apertus(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """Apertus, with constants of xIELU as in all published models.
-
-    Its config.json has a scaled rope by default; a file says so by factors.
-    """
-    for key, value in _XIELU.items():
-        stored = meta.header.metadata.get(key, value)
-        each = stored if isinstance(stored, list) else [stored]
-        if not all(math.isclose(one, value, rel_tol=0.01) for one in each):  # they are rounded
-            raise CheckpointError(
-                f"{meta.header.path}: metadata key {key} is {short(stored)}, and is supported only "
-                f"as {value}; use another model"
-            )
+    """Apertus, whose config.json has a scaled rope by default; a file says so by factors."""
     config = _APERTUS(meta)
     return config | {"rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
 
@@ -117,9 +105,6 @@ def _muse_glimmer(meta: ArchitectureMetadata) -> Mapping[str, Any]:
     own = [theta if one == WINDOWED else 0 for one in kinds["layer_types"]]
     factor = float(str(np.float32(factors.pop())))
     return {**kinds, "layer_rope_theta": own, "qk_scale_factor": factor}
-
-
-_XIELU = MappingProxyType({"xielu.beta": 0.5, "xielu.eps": -1e-6})
 
 
 def _mistral3(meta: ArchitectureMetadata) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""Readers of metadata for single families of mixtures of experts: DBRX and MiMo-V2.
+"""Readers of metadata for single families of mixtures of experts: DBRX, MiMo-V2 and Step 3.5.
 
-Source: llama.cpp's src/models/{dbrx,mimo2}.cpp, and its converters of these.
+Source: llama.cpp's src/models/{dbrx,mimo2,step35}.cpp, and its converters of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxinfer.weights.gguf.families import WINDOWED, windows
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
 
 
@@ -39,13 +40,8 @@ def mimo2_layers(meta: ArchitectureMetadata) -> Mapping[str, Any]:
     if not isinstance(pattern, list) or len(pattern) < count:
         meta.refuse(key, pattern, "must hold true or false for each block")
     windowed = pattern[:count]
-    heads: dict[str, int] = {}
-    for name, kind in (("num_key_value_heads", False), ("swa_num_key_value_heads", True)):
-        own = {n for n, one in zip(kv_heads, windowed, strict=True) if one == kind}
-        if len(own) > 1:
-            words = "must be the same in all layers with a window, and in all others"
-            meta.refuse("attention.head_count_kv", kv_heads, words)
-        heads |= {name: own.pop()} if own else {}
+    names = ("num_key_value_heads", "swa_num_key_value_heads")
+    heads = _of_kinds(meta, "attention.head_count_kv", kv_heads, windowed, names)
     layers = (f"blk.{i}.ffn_gate_inp.weight" for i in range(count))
     return {
         "num_key_value_heads": max(kv_heads),
@@ -56,4 +52,47 @@ def mimo2_layers(meta: ArchitectureMetadata) -> Mapping[str, Any]:
         "v_head_dim": meta.count("attention.value_length"),
         "attention_value_scale": meta.number_if_set("attention.value_scale") or None,
         "swa_rope_theta": meta.number("rope.freq_base_swa", meta.number("rope.freq_base", 10000.0)),
+    }
+
+
+def _of_kinds(
+    meta: ArchitectureMetadata,
+    key: str,
+    numbers: Sequence[int],
+    windowed: Sequence[bool],
+    names: tuple[str, str],
+) -> dict[str, int]:
+    """The number of layers without a window and that of layers with one, under their names."""
+    found: dict[str, int] = {}
+    for name, kind in zip(names, (False, True), strict=True):
+        own = {n for n, one in zip(numbers, windowed, strict=True) if one == kind}
+        if len(own) > 1:
+            words = "must be the same in all layers with a window, and in all others"
+            meta.refuse(key, list(numbers), words)
+        found |= {name: own.pop()} if own else {}
+    return found
+
+
+def step35_layers(meta: ArchitectureMetadata) -> Mapping[str, Any]:
+    """Step 3.5: which layers have windows, and experts; heads and ropes of both kinds, and limits.
+
+    Half of a head rotates in layers without a window, which llama.cpp knows.
+    """
+    count, read = meta.num_layers, dict(windows(4)(meta))
+    windowed = [kind == WINDOWED for kind in read["layer_types"]]
+    key, names = "attention.head_count", ("num_attention_heads", "num_sliding_attention_heads")
+    read |= _of_kinds(meta, key, meta.each(key)[:count], windowed, names)
+    for name in ("exp", "shexp"):
+        stored = f"swiglu_clamp_{name}"
+        if meta.has(stored):
+            shared = "_shared" * (name == "shexp")
+            read[f"swiglu_limits{shared}"] = meta.numbers(stored)[:count]
+    sparse = [i for i in range(count) if meta.has_tensor(f"blk.{i}.ffn_gate_inp.weight")]
+    theta = meta.number("rope.freq_base", 10000.0)
+    return {
+        "num_attention_heads": max(meta.each(key)),
+        **read,
+        "moe_layers_enum": sparse,
+        "partial_rotary_factors": [1.0 if one else 0.5 for one in windowed],
+        "local_rope_theta": meta.number("rope.freq_base_swa", theta),
     }

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.weights.gguf.dense_families import BOTH
-from jaxinfer.weights.gguf.experts_config import dbrx_sections, mimo2_layers
+from jaxinfer.weights.gguf.experts_config import dbrx_sections, mimo2_layers, step35_layers
 from jaxinfer.weights.gguf.families import (
     QKV_BIAS,
     ROPE_REMARK,
@@ -122,6 +122,20 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
                 _without_groups,
                 constant("expert_weights_scale", 0, 1.0),
                 mimo2_layers,
+            ),
+        ),
+        "step35": Family(
+            "Step3p5ForCausalLM",
+            "step3p5",
+            options={"dense": False},
+            readers=(
+                counts(n_routed_experts=_COUNT, num_experts_per_tok=_USED),
+                counts(moe_intermediate_size=_WIDTH, share_expert_dim=_SHARED_WIDTH),
+                _SIGMOID,
+                constant("expert_weights_norm", True),
+                number("moe_router_scaling_factor", "expert_weights_scale", 1.0),
+                ignored(_DENSE, "moe_every_n_layers"),  # by tensors
+                step35_layers,
             ),
         ),
         # llama.cpp does not renormalise the weights of the chosen experts of these two.

@@ -48,8 +48,9 @@ class Family:
         if not meta.is_read("attention.sliding_window"):
             meta.only("attention.sliding_window", 0)
         options = dict(self.options)
-        if "num_key_value_heads" in read:
-            options["kv_heads"] = read["num_key_value_heads"]
+        for option, key in (("heads", "num_attention_heads"), ("kv_heads", "num_key_value_heads")):
+            if key in read:
+                options[option] = read[key]
         config = decoder_config(meta, **options)
         named = ((self.renamed.get(key, key), value) for key, value in config.items())
         return {

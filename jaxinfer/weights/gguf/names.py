@@ -84,8 +84,8 @@ class NameTable:
     is_delta: bool = False  # whether ``hybrid`` reads the tensors with layouts
     # whether value heads are in the order that ``hybrid.DeltaHeads`` describes
     tiled: bool = False
-    # of a layer's numbers that are lists in the metadata, by their keys
-    from_metadata: Mapping[str, str] = MappingProxyType({})
+    # names and shapes of a layer's numbers that are lists in the metadata, by their keys
+    from_metadata: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({})
 
 
 class Place(NamedTuple):

@@ -180,7 +180,10 @@ _APERTUS = replace(
     DECODER,
     layer=_without(DECODER, "ffn_gate")
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
-    from_metadata={f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_n", "alpha_p")},
+    from_metadata={
+        f"xielu.{name}": (f"mlp.act_fn.{name}", shape)
+        for name, shape in (("alpha_n", (1,)), ("alpha_p", (1,)), ("beta", ()), ("eps", ()))
+    },
 )
 _BITNET = replace(
     DECODER,

@@ -220,6 +220,24 @@ _GEMMA4 = replace(
     },
     layouts={"ffn_gate_up_exps": "gates_and_ups"},
 )
+_STEP35 = replace(
+    DECODER,
+    layer={
+        **DECODER.layer,
+        **_shared("share_expert"),
+        "attn_gate": "self_attn.g_proj",
+        "ffn_gate_inp": "moe.gate",
+    },
+    bare={"exp_probs_b.bias": "moe.router_bias"},
+    joined=tuple(
+        Joined(f"moe.{kind}_proj.weight", (f"ffn_{kind}_exps.weight",), "experts")
+        for kind in ("gate", "up", "down")
+    ),
+    layouts={
+        f"{stem}.weight": "norm"
+        for stem in ("attn_norm", "ffn_norm", "output_norm", "attn_q_norm", "attn_k_norm")
+    },
+)
 _EXAONE_MOE = replace(_ERNIE, bare={"exp_probs_b.bias": "mlp.e_score_correction_bias"}, layouts={})
 _LLAMA4 = replace(
     DECODER,
@@ -326,6 +344,7 @@ EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "mixtral": _MIXTRAL,
         "dbrx": _DBRX,
         "mimo_v2_flash": _MIMO,
+        "step3p5": _STEP35,
         "gpt_oss": _GPT_OSS,
         "deepseek_v2": DEEPSEEK,
         "deepseek_v3": DEEPSEEK,

@@ -20,7 +20,9 @@ from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
 from jaxinfer.weights.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
-_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3.1 to 3.3, and of Llama 4; Meta's other constants are equal
+# Factors of high frequencies and original lengths of Llama 3.1 to 3.3, of Llama 4, and of Step 3.5;
+# the factor of low frequencies is 1.
+_LLAMA3 = ((4.0, 8192), (1.0, 8192), (32.0, 131072))
 _YARN_NUMBERS = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
 
 
@@ -165,12 +167,12 @@ def _llama3_scaling(
     differ.
     """
     plain = RopeConfig(config["head_dim"], config["rope_theta"])
-    for high in _HIGH_FACTORS:
+    for high, original in _LLAMA3:
         scaling = Llama3Scaling(
             factor=float(factors.max()),
             low_freq_factor=1.0,
             high_freq_factor=high,
-            original_max_position_embeddings=8192,
+            original_max_position_embeddings=original,
         )
         scaled = inverse_frequencies(RopeConfig(plain.head_dim, plain.theta, scaling))
         if np.allclose(factors, inverse_frequencies(plain) / scaled, rtol=1e-3):
