@@ -38,7 +38,7 @@ def test_all(name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_marks_of_several_tokens(name: str) -> None:
-    """SmolLM2 has few of the marks as tokens, and others that join them with the text around them."""
+    """Few marks are tokens of SmolLM2, and others join them with the text around them."""
     source = (TEMPLATES / f"{name}.jinja").read_text("utf-8")
     _, wrong = run(source, 0.2, seed=NAMES.index(name), vocabulary="smollm2")
     assert not wrong, "\n".join(wrong)
