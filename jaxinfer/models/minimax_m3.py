@@ -8,7 +8,7 @@ Names of tensors are those of published files. Tensors for images are not used.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +25,9 @@ class BlockCase(IndexCase):
     local: int = 1
 
 
-MINIMAX_M3: dict[str, Any] = {"heads": Heads(4, 1, 128), "block": 128, "top_k": 16}
+MINIMAX_M3: Mapping[str, Any] = MappingProxyType(
+    {"heads": Heads(4, 1, 128), "block": 128, "top_k": 16}
+)
 
 CASES = (
     BlockCase(
@@ -67,9 +71,9 @@ def build(case: BlockCase, seed: int) -> Inputs:
         "page_table": arrays.page_table,
         "rows": case.rows,
         "lens": case.lens,
+        **{"block": case.block, "top_k": case.top_k, "local": case.local},
     }
-    sizes = {"block": case.block, "top_k": case.top_k, "local": case.local}
-    return Inputs((BlockTopkArgs(**args, **sizes),))
+    return Inputs((BlockTopkArgs(**args),))
 
 
 def observable(outputs: Any) -> Any:

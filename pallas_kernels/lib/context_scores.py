@@ -1,4 +1,4 @@
-"""The scores of a tile of tokens for the keys of their contexts, which are read in blocks of pages."""
+"""Scores of some tokens for the keys of their contexts, which are read some pages at a time."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +26,9 @@ class SparseAttentionCase(BlockCase):
     heads: Heads = Heads(6, 2, 16)
 
 
-MINIMAX_M3: dict[str, Any] = {"heads": Heads(64, 4, 128), "block": 128, "top_k": 16}
+MINIMAX_M3: Mapping[str, Any] = MappingProxyType(
+    {"heads": Heads(64, 4, 128), "block": 128, "top_k": 16}
+)
 
 CASES = (
     SparseAttentionCase(

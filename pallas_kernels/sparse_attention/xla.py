@@ -18,7 +18,7 @@ TILE_BYTES = 64 << 20  # of the keys and values that a tile gathers, in float32
 def sparse_attention(args: SparseAttentionArgs, *, fixed: bool = False) -> jax.Array:  # [T, N, H]
     """See ``sparse_attention.api``; ``fixed`` as in ``block_topk.xla``."""
     pools, dtype = pools_of(args), args.q.dtype
-    page_size, kv_heads = (jnp.int32(args.k_pages.shape[1]), args.k_pages.shape[2])
+    page_size, kv_heads = jnp.int32(args.k_pages.shape[1]), args.k_pages.shape[2]
 
     def of_tile(
         q: jax.Array,  # [W, N, H]
@@ -31,9 +31,8 @@ def sparse_attention(args: SparseAttentionArgs, *, fixed: bool = False) -> jax.A
         at, reads = (x.reshape(*blocks.shape[:2], -1) for x in (jnp.maximum(at, 0), reads))
         ids = args.page_table.at[rows[:, None, None], jax.lax.div(at, page_size)].get(mode="clip")
         slots = ids, jax.lax.rem(at, page_size), jnp.arange(kv_heads)[:, None]
-        found = [
-            pool.at[slots].get(mode="clip") for pool in pools
-        ]  # [W, K, L, H], scales [W, K, L]
+        # [W, K, L, H], of scales [W, K, L]
+        found = [pool.at[slots].get(mode="clip") for pool in pools]
         if len(found) > 2:
             pairs = zip(found[:2], found[2:], strict=True)
             found = [values_of(x) * scales[..., None] for x, scales in pairs]

@@ -35,6 +35,10 @@ SIZES = MappingProxyType(
         "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
         "deepseek_v2": {"hidden_size": 64, "moe_intermediate_size": 32},
         "glm_moe_dsa": {"hidden_size": 64, "moe_intermediate_size": 32},
+        "minimax_m3": {
+            **{"hidden_size": 64, "intermediate_size": 32, "dense_intermediate_size": 48},
+            "shared_intermediate_size": 32,
+        },
         "qwen3_5": {"hidden_size": 64, "linear_value_head_dim": 16},
     }
 )
