@@ -2,6 +2,9 @@
 
 Source: ``modeling_hy_v4`` of Hugging Face transformers. There the head, the router and the
 indexer's weights are float32; here they have the dtype of the others, and sums are in float32.
+Adjacent components rotate, as in ``modeling_hy_v4_vl``, since published weights need that: vLLM's
+``hy_v4`` and llama.cpp rotate so, while ``modeling_hy_v4`` of 5.24 rotates i with i + half. With the
+key "rope_interleave": false that is done here, too.
 """
 
 from __future__ import annotations
@@ -28,8 +31,7 @@ from pallas_kernels.experts.stack import Activation
 # transformers' defaults
 _HEADS, _STREAMS, _MAGNITUDE, _EPS, _LIMIT = 16, 4, 2.0, 1e-6, 10.0
 _DEFAULTS = MappingProxyType({"routed_scaling_factor": 2.827, "index_topk_freq": 4})
-# The text of Hy4-VL rotates adjacent components, and its latents' norms have the common epsilon.
-_WITH_IMAGES = "hy_v4_vl_text"
+_WITH_IMAGES = "hy_v4_vl_text"  # of Hy4-VL, the norms of whose latents have the common epsilon
 _SIZES = MappingProxyType(  # which its "text_config" may leave out
     {
         **{"q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "v_head_dim": 256},
@@ -57,8 +59,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     hf.positive_int(config, "num_key_value_heads", heads)
     own = hf.with_defaults(hf.with_values(config, {"num_key_value_heads": heads}), _DEFAULTS)
     eps, more = hf.positive_float(config, "rms_norm_eps"), dict[str, Any]()
-    with_images = config.get("model_type") == _WITH_IMAGES
-    if with_images:
+    pairs = hf.flag(config, "rope_interleave", True)
+    if config.get("model_type") == _WITH_IMAGES:
         own, more = hf.with_defaults(own, _SIZES), {"norm_eps": eps}
     activation = Activation(limit=hf.positive_float(config, "swiglu_limit", _LIMIT))
     experts = replace(biased_experts(own), activation=activation)
@@ -68,11 +70,11 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         own,
         dtype,
         heads=_HEADS,
-        interleaved=with_images,
+        interleaved=pairs,
         ffns=ffns,
         kinds=indexer_kinds(own, len(ffns)),
         rotates_last=True,
-        pairs=with_images,
+        pairs=pairs,
         index_eps=eps,
         head_gate="components",
         sinks=True,

@@ -133,6 +133,8 @@ DERIVED = {
 GIVEN = {
     "bailing_hybrid_kinds": {"head_dim": 16},
     "internlm2": {"bias": True},
+    # transformers' modules of text alone rotate halves, whatever published files need
+    **dict.fromkeys(("hy_v4", "hy_v4_groups"), {"rope_interleave": False}),
     "deepseek": {
         **{"model_type": "deepseek", "scoring_func": "softmax", "moe_layer_freq": 1},
         **{"n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 1},
