@@ -2,9 +2,9 @@
 
 Source: ``modeling_hy_v4`` of Hugging Face transformers. There the head, the router and the
 indexer's weights are float32; here they have the dtype of the others, and sums are in float32.
-Adjacent components rotate, as in ``modeling_hy_v4_vl``, since published weights need that: vLLM's
-``hy_v4`` and llama.cpp rotate so, while ``modeling_hy_v4`` of 5.24 rotates i with i + half. With the
-key "rope_interleave": false that is done here, too.
+Adjacent components rotate, as in ``modeling_hy_v4_vl``, since published weights need that (vLLM
+rotates so, too), while ``modeling_hy_v4`` of 5.24 rotates i with i + half. With the key
+"rope_interleave": false that is done here as well.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     eps, more = hf.positive_float(config, "rms_norm_eps"), dict[str, Any]()
     pairs = hf.flag(config, "rope_interleave", True)
     if config.get("model_type") == _WITH_IMAGES:
-        own, more = hf.with_defaults(own, _SIZES), {"norm_eps": eps}
+        own = hf.with_defaults(own, _SIZES)
+        more["norm_eps"] = eps
     activation = Activation(limit=hf.positive_float(config, "swiglu_limit", _LIMIT))
     experts = replace(biased_experts(own), activation=activation)
     hf.supported_only(config, "hidden_act", "silu")

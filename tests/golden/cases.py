@@ -743,7 +743,7 @@ CASES = {
         n_routed_experts=8, n_shared_experts=2, attention_bias=True, norm_topk_prob=False,
         mlp_layer_types=kinds("ede"), indexer_types=["full", "shared", "full"],
         rope_parameters=merged(LATENT_ROPE, mscale=1.0, mscale_all_dim=1.0), hc_mult=2,
-        hc_eps=1e-2),
+        hc_eps=1e-2, rms_norm_eps=0.5),  # an epsilon by which keys of the indexer differ
     "hy_v4_multimodal": case("hy_v4_vl", text_config=merged(OWN_LATENT, NO_TOKENS, BIASED_EXPERTS,
         INDEXER, num_hidden_layers=2, hc_mult=2, rms_norm_eps=1e-3,
         rope_parameters=merged(DEFAULT_ROPE, mrope_section=[2, 1, 1])),
