@@ -15,8 +15,10 @@ from typing import Any
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 
+WITHOUT_HEAD = "_without_head"  # which the engine sets for tasks that need no head
 NO_EFFECT = frozenset(
     {
+        WITHOUT_HEAD,
         # names and versions
         *("_commit_hash", "_name_or_path", "architectures", "auto_map", "finetuning_task"),
         "is_composition",

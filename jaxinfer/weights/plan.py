@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.base import Model, ModelFamily
+from jaxinfer.models.hf_keys import WITHOUT_HEAD
 from jaxinfer.models.params import ParamSpec, by_path
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
@@ -115,6 +116,8 @@ def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...
 def _refuse_other_head(model: Model, checkpoint: Checkpoint, own_names: Mapping[str, str]) -> None:
     head, specs = own_names.get(_HEAD), {spec.path: spec for spec in model.declared_specs}
     if head is None or not model.config.tie_word_embeddings or "embed" not in specs:
+        return
+    if model.hf_config.get(WITHOUT_HEAD):
         return
     embed = own_names[canonical_name(model.family, specs["embed"].sources[0].name)]
     one, other = (checkpoint.tensors[name] for name in (head, embed))

@@ -184,6 +184,14 @@ def test_any_decoder_embeds_by_its_last_token(folder: Path) -> None:
 @pytest.mark.parametrize("name", HIDDEN)
 def test_every_family_embeds(folder: Path, name: str, pooling: str) -> None:
     """The vectors are made of transformers' last hidden states, in two chunks, without a head."""
+    check_vectors(folder, name, pooling)
+
+
+def test_a_head_of_its_own_is_not_loaded(folder: Path) -> None:
+    check_vectors(folder, "olmo2", "last")
+
+
+def check_vectors(folder: Path, name: str, pooling: str) -> None:
     checkpoint = golden(name)
     with safe_open(HIDDEN_DATA / f"{name}.safetensors", "np") as file:
         hidden = file.get_tensor("hidden")[-1]

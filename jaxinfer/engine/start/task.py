@@ -10,6 +10,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError, TokenizerError
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.models.base import Model
+from jaxinfer.models.hf_keys import WITHOUT_HEAD
 from jaxinfer.models.registry import decoder_config
 from jaxinfer.weights.sources import ModelSource
 
@@ -33,7 +34,8 @@ def with_task(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, 
     if config.tap_points is not None:
         raise ConfigError("tap_points has no meaning for task 'embed'; leave it out")
     kind = config.pooling or ("last" if source.pooling is None else source.pooling.kind)
-    hf_config = {**decoder_config(source.hf_config), "tie_word_embeddings": True}
+    own = {"tie_word_embeddings": True, WITHOUT_HEAD: True}
+    hf_config = {**decoder_config(source.hf_config), **own}
     return replace(config, task=task, pooling=kind), replace(source, hf_config=hf_config)
 
 
