@@ -358,11 +358,13 @@ def _of_chunks(chunks: list[Any]) -> Seen:
     return Seen(reasoning.strip(), content, tuple((a, compact(b)) for a, b in calls), ends)
 
 
-def run(source: str, share: float = 1.0, seed: int = 0) -> tuple[Counter[str], list[str]]:
+def run(
+    source: str, share: float = 1.0, seed: int = 0, vocabulary: str = ""
+) -> tuple[Counter[str], list[str]]:
     """The numbers of cases that were right, wrong and not possible (refused: the template takes
-    none), and what was wrong; a random ``share`` of all.
+    none), and what was wrong; a random ``share`` of all. ``vocabulary``: see ``scripted_engine``.
     """
-    engine, device = scripted_engine(source=source)
+    engine, device = scripted_engine(source=source, vocabulary=vocabulary)
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     draw = random.Random(seed)

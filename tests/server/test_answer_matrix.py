@@ -36,6 +36,15 @@ def test_all(name: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", NAMES)
+def test_marks_of_several_tokens(name: str) -> None:
+    """Few marks are tokens of SmolLM2, and others join them with the text around them."""
+    source = (TEMPLATES / f"{name}.jinja").read_text("utf-8")
+    _, wrong = run(source, 0.2, seed=NAMES.index(name), vocabulary="smollm2")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.nightly
 def test_published_templates(tmp_path: Path) -> None:
     options = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", str(tmp_path))
     command = (sys.executable, "-m", "pip", "download", "--quiet", *options, PUBLISHED)

@@ -193,7 +193,7 @@ def test_a_grammar_beside_tools(servers: dict[str, Server]) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"n": 7}', '{\n  "n": 7\n}'])
-def test_a_schema_beside_tools(servers: dict[str, Server], text: str) -> None:
+def test_a_schema_next_to_tools(servers: dict[str, Server], text: str) -> None:
     server, device = servers["smollm2"]
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     schema["additionalProperties"] = False
