@@ -90,15 +90,15 @@ class AttentionConfig(BlockSpec):
     ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head, or of all
     heads together, or that of each "rotated" head ("rotated_plain": without weights); or before
     rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a weight of
-    each ("layers"). With ``sinks`` each head has a logit beside its scores that takes part in the
-    softmax. With ``gate`` the output of each head is multiplied by ``gate_act`` of a projection of
-    the token (``gate_bias``: a part of ``qkv_bias`` is that of the gates), with ``head_gate`` by
-    one number. ``values`` says how values are made. Queries, keys
-    and values are limited to ``clip`` and its negative, and queries grow with the position. Scores
-    x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the
-    epsilon of an RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as
-    keys) are stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype``
-    is that of pages (None: the decoder's). With ``chunk``, tokens attend within chunks of so many.
+    each ("layers"). With ``sinks`` each head has a logit that takes part in the softmax. With
+    ``gate`` the output of each head is multiplied by ``gate_act`` of a projection of the token
+    (``gate_bias``: ``qkv_bias`` has a part for it), with ``head_gate`` by one number. ``values``
+    says how values are made. Queries, keys and values are limited to ``clip`` and its negative, and
+    queries grow with the position. Scores x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a
+    bias of scores. ``out_norm`` is the epsilon of an RMS norm of all heads' outputs. Values of
+    ``own_value_dim`` components (None: as keys) are stored with zeros behind them, times
+    ``value_scale``. ``page_dtype`` is that of pages (None: the decoder's). With ``chunk``, tokens
+    attend within chunks of so many.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -211,14 +211,14 @@ class ExpertsConfig(FeedForwardSpec):
 
     ``bias`` says that experts have biases (or their "sum" has one), ``router_bias`` that logits do,
     ``choice_bias`` that the scores by which experts are chosen have them, ``expert_scale`` that
-    weights are multiplied by a parameter of each expert. ``shared`` is a network that every
-    token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and
-    it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token that chooses one expert is
-    multiplied by its weight before the expert instead of after it (Llama 4). Choices from ``count``
-    on are of ``zero_experts``, which return the token itself. With ``latent`` experts read a
-    projection of the token to that width, and their sum is projected back. ``dummy_routing``
-    replaces the router's choices, for benchmarks of random weights: see ``EngineConfig``.
-    ``slices``: several devices have a part of the columns of every expert, not whole experts.
+    weights are multiplied by a parameter of each expert. ``shared`` is a network that every token
+    uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and it is
+    multiplied by ``shared_scale``. With ``weighs_inputs`` a token is multiplied by its weight
+    before the expert instead of after it (Llama 4). Choices from ``count`` on are of
+    ``zero_experts``, which return the token itself. With ``latent`` experts read a projection of
+    the token to that width, and their sum is projected back. ``dummy_routing`` replaces the
+    router's choices, for benchmarks of random weights: see ``EngineConfig``. ``slices``: several
+    devices have a part of the columns of every expert, not whole experts.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
