@@ -94,11 +94,11 @@ class AttentionConfig(BlockSpec):
     ``gate`` the output of each head is multiplied by ``gate_act`` of a projection of the token
     (``gate_bias``: ``qkv_bias`` has a part for it), with ``head_gate`` by one number. ``values``
     says how values are made. Queries, keys and values are limited to ``clip`` and its negative, and
-    queries grow with the position. Scores x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a
-    bias of scores. ``out_norm`` is the epsilon of an RMS norm of all heads' outputs. Values of
-    ``own_value_dim`` components (None: as keys) are stored with zeros behind them, times
-    ``value_scale``. ``page_dtype`` is that of pages (None: the decoder's). With ``chunk``, tokens
-    attend within chunks of so many.
+    queries grow with the position. Scores x become c tanh(x / c) with a ``cap`` c, and have a bias
+    with ``alibi``. ``out_norm`` is the epsilon of an RMS norm of all heads' outputs. Values of
+    ``own_value_dim`` components (None: as keys) are stored with zeros, times ``value_scale``.
+    ``page_dtype`` is that of pages (None: the decoder's). With ``chunk``, tokens attend within
+    chunks of so many.
     """
 
     is_invariant: ClassVar[bool] = True
