@@ -194,9 +194,10 @@ class ExpertsConfig(FeedForwardSpec):
     multiplied by ``shared_scale``. With ``weighs_inputs`` a token is multiplied by its weight
     before the expert instead of after it (Llama 4). Choices from ``count`` on are of
     ``zero_experts``, which return the token itself, without ``zero_keeps`` zeros. With ``latent``
-    experts read a projection of the token to that width, and their sum is projected back. ``dummy_routing`` replaces the
-    router's choices, for benchmarks of random weights: see ``EngineConfig``. ``slices``: several
-    devices have a part of the columns of every expert, not whole experts.
+    experts read a projection of the token to that width, and their sum is projected back.
+    ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
+    ``EngineConfig``. ``slices``: several devices have a part of the columns of every expert, not
+    whole experts.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
