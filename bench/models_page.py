@@ -63,6 +63,7 @@ GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
         "glm4moe": "glm4_moe",
         "ernie4_5-moe": "ernie4_5",
         "minimax-m2": "minimax_m2",
+        "minimax-m3": "minimax_m3",
         "falcon-h1": "falcon_h1",
         "granitehybrid": "granite_hybrid",
         "lfm2moe": "lfm2",

@@ -98,7 +98,8 @@ def gqa_config(
     hidden_size = hf.positive_int(config, "hidden_size")
     num_heads, num_kv_heads = hf.head_counts(config)
     head_dim = head_dim or hf.positive_int(config, "head_dim", hidden_size // num_heads)
-    rope = rope or rope_config(config, head_dim, theta=theta, partial=partial_rotary)
+    used = rotates is None or any(rotates)
+    rope = rope or rope_config(config, head_dim, theta=theta, partial=partial_rotary, used=used)
     if windows is None:
         windows = windows_by_layer(config, None)
     if ffns is None:

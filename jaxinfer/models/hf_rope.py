@@ -81,16 +81,18 @@ def rope_config(
     theta: float = 10000.0,
     theta_key: str = _THETA,
     partial: float | None = None,
+    used: bool = True,
 ) -> RopeConfig:
     """The rope config of ``rope_parameters`` (transformers 5) or ``rope_theta``, ``rope_scaling``.
 
     A value may be in several of these places if it is the same in all of them. ``theta`` is the
     family's default, ``theta_key`` the top-level key of the base, ``partial`` the family's default
-    for the part of a head that rotates, None for a family whose heads rotate whole. Raises
+    for the part of a head that rotates, None for a family whose heads rotate whole. A rope that is
+    not ``used`` by any layer may be of heads of an odd width. Raises
     ``ConfigError`` for a scaling that is unknown, incomplete, or has unknown keys, and for places
     that differ.
     """
-    if head_dim % 2:
+    if used and head_dim % 2:
         raise ConfigError(f"config key 'head_dim' must be even for rope, got {head_dim}")
     section = _section(config)
     kind = section.pop("rope_type", "default")

@@ -158,18 +158,17 @@ def _indexer(
     """The indexer of the layers that have one."""
     heads, dim, block, top_k = (hf.positive_int(config, key, own) for key, _, own in _INDEXER[:4])
     local = hf.layer_index(config, _INDEXER[4][0], _INDEXER[4][2])
+    pairs, published = mixer.num_kv_heads, {key: theirs for key, theirs, _ in _INDEXER}
     for key, value, needed, fits in (
-        (
-            "index_n_heads",
-            heads,
-            f"{mixer.num_kv_heads}, one for each KV head",
-            heads == mixer.num_kv_heads,
-        ),
+        ("index_n_heads", heads, f"{pairs}, one for each KV head", heads == pairs),
         ("index_head_dim", dim, f"at least {rope.width}, which rotate", dim >= rope.width),
-        ("index_local_blocks", local, f"at most {top_k}, 'index_topk_blocks'", local <= top_k),
+        ("index_local_blocks", local, f"at most {top_k}, which are chosen", local <= top_k),
     ):
         if not fits:
-            raise ConfigError(f"config key {key!r} is {value} and must be {needed}; correct it")
+            raise ConfigError(
+                f"config key {key!r}, or {published[key]!r}, is {value} and must be {needed}; "
+                "correct it"
+            )
     return BlockIndexerConfig(num_heads=heads, head_dim=dim, block=block, top_k=top_k, local=local)
 
 

@@ -191,11 +191,11 @@ class ExpertsConfig(FeedForwardSpec):
     ``choice_bias`` that the scores by which experts are chosen have them, ``expert_scale`` that
     weights are multiplied by a parameter of each expert. ``shared`` is a network that every token
     uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and it is
-    multiplied by ``shared_scale``. With ``weighs_inputs`` a token that chooses one expert is
-    multiplied by its weight before the expert instead of after it (Llama 4). Choices from ``count``
-    on are of ``zero_experts``, which return the token itself, without ``zero_keeps`` zeros. With
-    ``latent`` experts read a projection of the token to that width, and their sum is projected
-    back. ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
+    multiplied by ``shared_scale``. With ``weighs_inputs`` a token is multiplied by its weight
+    before the expert instead of after it (Llama 4). Choices from ``count`` on are of
+    ``zero_experts``, which return the token itself, without ``zero_keeps`` zeros. With ``latent``
+    experts read a projection of the token to that width, and their sum is projected back.
+    ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
     ``EngineConfig``. ``slices``: several devices have a part of the columns of every expert, not
     whole experts.
     """

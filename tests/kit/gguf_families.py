@@ -273,6 +273,14 @@ CASES: dict[str, Case] = {
         keys=_experts(5, 2, 48, shared_feed_forward_length=48, shared_count=1)),
     "minimax_m2": Case("minimax-m2", "minimax_m2", keys={**_experts(5, 2, 48, gating_func=2),
         "rope.dimension_count": 8, "rope.freq_base": 5e6}),
+    # swiglu_limit and swiglu_alpha are llama.cpp's
+    "minimax_m3": Case("minimax-m3", "minimax_m3", {"swiglu_limit": 7.0, "swiglu_alpha": 1.702,
+        "shared_intermediate_size": 48, "intermediate_size": 48},
+        {**_experts(5, 2, 48, shared_count=1, **_BIASED), "rope.dimension_count": 8,
+        "leading_dense_block_count": 1, "feed_forward_length": 40,
+        "attention.indexer.head_count": 2, "attention.indexer.key_length": 12,
+        "attention.indexer.top_k": 3, "attention.indexer.block_size": 4,
+        "attention.indexer.local_blocks": 1}, names="minimax-m2"),
     "phimoe": Case("phimoe", "phimoe", {"router_jitter_noise": 0.01,
         "sliding_window": 60, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 48,
@@ -334,6 +342,7 @@ CASES: dict[str, Case] = {
 NOT_COMPARED = (
     "gemma3n",
     "phimoe",
+    "minimax_m3",
     *("bailing", "bailing_v2"),
     "nemotron_h_moe",
     "nemotron_h_latent",
@@ -346,6 +355,7 @@ _DECODERS = {
     "mistral4": "Mistral4ForCausalLM",
     "muse_glimmer": "MuseGlimmerForConditionalGeneration",
     "step3p5": "Step3p5ForCausalLM",
+    "minimax_m3": "MiniMaxM3SparseForCausalLM",
 }  # of models with images
 
 

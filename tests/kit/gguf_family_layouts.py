@@ -311,6 +311,21 @@ def _muse_glimmer(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
         yield from _by_pairs(name, tensor, c)
 
 
+def _minimax_m3(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """1 + w of norms, and names of the indexer, of dense networks and of that of all tokens."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    network = re.search(r"(mlp|shared_experts)\.(\w+)_proj", name)
+    index = re.search(r"index_(\w+)", name)
+    for own, values in _plus_one(name, tensor, c):
+        if layer and network:
+            end = "_shexp" * (network[1] != "mlp")
+            yield f"blk.{layer[1]}.ffn_{network[2]}{end}.weight", values
+        elif layer and index:
+            yield f"blk.{layer[1]}.indexer.{index[1]}.weight", values
+        else:
+            yield from _correction(own, values, c)
+
+
 CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _plus_one),
     **dict.fromkeys(("llama", "olmo", "mistral3", "deepseek"), _by_pairs),
@@ -332,6 +347,7 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     "bailingmoe": _bailing,
     "internlm2": _internlm2,
     "step35": _step35,
+    "minimax-m3": _minimax_m3,
     "muse-glimmer": _muse_glimmer,
     "deepseek2": _latent,
     "mistral4": _stacks,

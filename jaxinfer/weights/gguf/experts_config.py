@@ -96,3 +96,26 @@ def step35_layers(meta: ArchitectureMetadata) -> Mapping[str, Any]:
         "partial_rotary_factors": [1.0 if one else 0.5 for one in windowed],
         "local_rope_theta": meta.number("rope.freq_base_swa", theta),
     }
+
+
+def m3_keys(meta: ArchitectureMetadata) -> Mapping[str, Any]:
+    """MiniMax-M3: layers after the dense ones have experts and an indexer."""
+    meta.only("expert_shared_count", 1)
+    meta.only("expert_weights_norm", True)
+    dense, start = meta.count_if_set("leading_dense_block_count", 0), "attention.indexer."
+    sparse = [int(i >= dense) for i in range(meta.num_layers)]
+    indexer = {
+        "sparse_num_index_heads": meta.count(f"{start}head_count"),
+        "sparse_index_dim": meta.count(f"{start}key_length"),
+        "sparse_topk_blocks": meta.count(f"{start}top_k"),
+        "sparse_block_size": meta.count(f"{start}block_size"),
+        "sparse_local_block": meta.count_if_set(f"{start}local_blocks", 0),
+    }
+    return {
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "shared_intermediate_size": meta.count("expert_feed_forward_length"),
+        "dense_intermediate_size": meta.count("feed_forward_length"),
+        "routed_scaling_factor": meta.number_if_set("expert_weights_scale") or 1.0,
+        "moe_layer_freq": sparse,
+        "sparse_attention_config": {**indexer, "sparse_attention_freq": sparse},
+    }

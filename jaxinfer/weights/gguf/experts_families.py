@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.weights.gguf.dense_families import BOTH
-from jaxinfer.weights.gguf.experts_config import dbrx_sections, mimo2_layers, step35_layers
+from jaxinfer.weights.gguf.experts_config import dbrx_sections, m3_keys, mimo2_layers, step35_layers
 from jaxinfer.weights.gguf.families import (
     QKV_BIAS,
     ROPE_REMARK,
@@ -322,6 +322,12 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
                 counts(intermediate_size=_WIDTH, rotary_dim="rope.dimension_count"),
                 _SIGMOID,
             ),
+        ),
+        "minimax-m3": Family(
+            "MiniMaxM3SparseForCausalLM",
+            "minimax_m3_vl_text",
+            options={"partial": True, "dense": False},
+            readers=(counts(num_local_experts=_COUNT, intermediate_size=_WIDTH), _SIGMOID, m3_keys),
         ),
         # llama.cpp takes a softmax of the two highest scores for the model's own routing
         "phimoe": Family(

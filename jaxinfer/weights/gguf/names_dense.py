@@ -40,7 +40,7 @@ def _without(table: NameTable, *stems: str) -> dict[str, str]:
     return {stem: name for stem, name in table.layer.items() if stem not in stems}
 
 
-def _plus_one(*stems: str) -> dict[str, Layout]:
+def plus_one(*stems: str) -> dict[str, Layout]:
     """Norms whose weights the file has as 1 + w."""
     return {f"{stem}.weight": "norm" for stem in stems}
 
@@ -127,13 +127,13 @@ SANDWICH = MappingProxyType(
     }
 )
 _GEMMA_NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "output_norm")
-_GEMMA = replace(DECODER, layouts=_plus_one(*_GEMMA_NORMS))
+_GEMMA = replace(DECODER, layouts=plus_one(*_GEMMA_NORMS))
 _GEMMA2 = replace(_GEMMA, layer=SANDWICH)
-_GEMMA3 = replace(_GEMMA2, layouts=_plus_one(*_GEMMA_NORMS, "attn_q_norm", "attn_k_norm"))
+_GEMMA3 = replace(_GEMMA2, layouts=plus_one(*_GEMMA_NORMS, "attn_q_norm", "attn_k_norm"))
 _MUSE_GLIMMER = replace(
     LLAMA,
     layer={**SANDWICH, "attn_gate": "self_attn.gate_proj"},
-    layouts=_plus_one(*_GEMMA_NORMS[:-1]),
+    layouts=plus_one(*_GEMMA_NORMS[:-1]),
 )
 _COHERE = replace(DECODER, layer=_without(DECODER, "ffn_norm"))
 _STABLELM = replace(
@@ -166,7 +166,7 @@ _CHATGLM = replace(
 _NEMOTRON = replace(
     DECODER,
     layer=_without(DECODER, "ffn_gate"),
-    layouts=_plus_one("attn_norm", "ffn_norm", "output_norm"),
+    layouts=plus_one("attn_norm", "ffn_norm", "output_norm"),
 )
 _HUNYUAN = replace(
     DECODER,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from jaxinfer.weights.gguf.names import Joined, NameTable
-from jaxinfer.weights.gguf.names_dense import DECODER, LLAMA, SANDWICH
+from jaxinfer.weights.gguf.names_dense import DECODER, LLAMA, SANDWICH, plus_one
 
 EXPERTS = MappingProxyType(
     {
@@ -136,6 +136,17 @@ _MINIMAX = replace(
     DECODER,
     layer={**DECODER.layer, **_W123},
     bare={"exp_probs_b.bias": f"{_MOE}e_score_correction_bias"},
+)
+_M3_INDEXER = MappingProxyType(
+    {f"indexer.{one}": f"self_attn.index_{one}" for one in ("q_proj", "k_proj", "q_norm", "k_norm")}
+)
+_MINIMAX_M3 = replace(
+    _MINIMAX,
+    layer={**_MINIMAX.layer, **_shared(f"{_MOE}shared_experts"), **_M3_INDEXER},
+    layouts=plus_one(
+        *("attn_norm", "ffn_norm", "output_norm", "attn_q_norm", "attn_k_norm"),
+        *("indexer.q_norm", "indexer.k_norm"),
+    ),
 )
 _AFMOE = replace(
     DECODER,
@@ -367,6 +378,7 @@ EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "ernie4_5_moe": _ERNIE,
         "hunyuan_v1_moe": _HUNYUAN_MOE,
         "minimax_m2": _MINIMAX,
+        "minimax_m3_vl_text": _MINIMAX_M3,
         "phimoe": replace(DECODER, layer={**DECODER.layer, **_W123}),
         "afmoe": _AFMOE,
         "bailing_moe": _BAILING_1,
