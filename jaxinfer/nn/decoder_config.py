@@ -86,19 +86,18 @@ type QKNormKind = Literal["head", "all_heads", "rotated", "rotated_plain", "laye
 class AttentionConfig(BlockSpec):
     """Grouped-query attention.
 
-    ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
-    ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head, or of all
-    heads together, or that of each "rotated" head ("rotated_plain": without weights); or before
-    rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a weight of
-    each ("layers"). With ``sinks`` each head has a logit that takes part in the softmax. With
-    ``gate`` the output of each head is multiplied by ``gate_act`` of a projection of the token
-    (``gate_bias``: ``qkv_bias`` has a part for it), with ``head_gate`` by one number. ``values``
-    says how values are made. Queries, keys and values are limited to ``clip`` and its negative, and
-    queries grow with the position. Scores x become c tanh(x / c) with a ``cap`` c, and have a bias
-    with ``alibi``. ``out_norm`` is the epsilon of an RMS norm of all heads' outputs. Values of
-    ``own_value_dim`` components (None: as keys) are stored with zeros, times ``value_scale``.
-    ``page_dtype`` is that of pages (None: the decoder's). With ``chunk``, tokens attend within
-    chunks of so many.
+    ``window`` is the attention window in tokens; ``scale`` multiplies scores. ``qk_norm`` is an RMS
+    norm of queries and of keys: before rope that of each head, or of all heads together, or that of
+    each "rotated" head ("rotated_plain": without weights); or before rope a LayerNorm of each head,
+    with one weight and bias for all ("layer"), or with a weight of each ("layers"). With ``sinks``
+    each head has a logit in the softmax. With ``gate`` the output of each head is multiplied by
+    ``gate_act`` of a projection of the token (``gate_bias``: ``qkv_bias`` has a part for it), with
+    ``head_gate`` by one number. ``values`` says how values are made. Queries, keys and values are
+    limited to ``clip`` and its negative, and queries grow with the position. Scores x become c
+    tanh(x / c) with a ``cap`` c, and have a bias with ``alibi``. ``out_norm`` is the epsilon of an
+    RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as keys) are
+    stored with zeros, times ``value_scale``. ``page_dtype`` is that of pages (None: the decoder's).
+    Tokens attend within a ``chunk``.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -216,9 +215,9 @@ class ExpertsConfig(FeedForwardSpec):
     multiplied by ``shared_scale``. With ``weighs_inputs`` a token is multiplied by its weight
     before the expert instead of after it (Llama 4). Choices from ``count`` on are of
     ``zero_experts``, which return the token itself. With ``latent`` experts read a projection of
-    the token to that width, and their sum is projected back. ``dummy_routing`` replaces the
-    router's choices, for benchmarks of random weights: see ``EngineConfig``. ``slices``: several
-    devices have a part of the columns of every expert, not whole experts.
+    the token to that width, and their sum is projected back. ``dummy_routing`` replaces choices,
+    for benchmarks: see ``EngineConfig``. ``slices``: devices have columns of every expert, not
+    whole experts.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -276,11 +275,11 @@ class LayerSpec:
     before both and after the network ("ffn_both"), or before the network alone ("ffn").
 
     A norm after a block is of its output, before that is added to the residual stream. A layer may
-    lack a block (``nn.absent``); it has one norm then, which is "shared". ``end`` is
-    what follows the network, if anything does. The blocks of a ``parallel`` layer read the same
-    stream, and their outputs are added to it together; they may share the norm before them. With
-    ``on_norms``, of the mixer and of the network, the norm before a block replaces the stream: the
-    block's output is added to its own input (MiniMax-01).
+    lack a block (``nn.absent``); it has one norm then, which is "shared". ``end`` follows the
+    network. The blocks of a ``parallel`` layer read the same stream, and their outputs are added to
+    it together; they may share the norm before them. With ``on_norms``, of the mixer and of the
+    network, the norm before a block replaces the stream: the block's output is added to its own
+    input (MiniMax-01).
     """
 
     mixer: MixerSpec
