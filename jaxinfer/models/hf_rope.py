@@ -108,6 +108,8 @@ def rope_config(
     rotary_dim = None
     if kind != "proportional":
         rotary_dim = _rotary_dim(section.get(_PARTIAL), head_dim, partial)
+    if kind == "yarn" and rotary_dim is not None:
+        even_rotary(RopeConfig(head_dim, base, None, rotary_dim))  # its blend is of pairs
     scaling = _scaling(kind, section, config, rotary_dim or head_dim)
     rope = RopeConfig(head_dim, base, scaling, rotary_dim)
     _check_numbers(rope)
@@ -116,12 +118,12 @@ def rope_config(
 
 def even_rotary(rope: RopeConfig | None) -> RopeConfig | None:
     """The rope of a family whose heads rotate an even number of components: in transformers the
-    code of others rounds an odd number up. Raises ``ConfigError``.
+    code of others rounds an odd number up, except with YaRN. Raises ``ConfigError``.
     """
     if rope is not None and rope.dim % 2:
         raise ConfigError(
             f"config key {_PARTIAL!r} gives {rope.dim} of the {rope.head_dim} components of a "
-            "head, and this family rotates an even number; correct it"
+            "head, which must be an even number here; correct it"
         )
     return rope
 

@@ -256,11 +256,11 @@ class LayerSpec:
     before both and after the network ("ffn_both"), or before the network alone ("ffn").
 
     A norm after a block is of its output, before that is added to the residual stream. A layer may
-    lack a block (``nn.absent``); it has one norm then, which is "shared". ``end`` is
-    what follows the network, if anything does. The blocks of a ``parallel`` layer read the same
-    stream, and their outputs are added to it together; they may share the norm before them. With
-    ``on_norms``, of the mixer and of the network, the norm before a block replaces the stream: the
-    block's output is added to its own input (MiniMax-01).
+    lack a block (``nn.absent``); it has one norm then, which is "shared". ``end`` follows the
+    network. The blocks of a ``parallel`` layer read the same stream, and their outputs are added to
+    it together; they may share the norm before them. With ``on_norms``, of the mixer and of the
+    network, the norm before a block replaces the stream: the block's output is added to its own
+    input (MiniMax-01).
     """
 
     mixer: MixerSpec

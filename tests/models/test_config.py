@@ -69,7 +69,7 @@ def test_a_missing_key_is_named(name: str, key: str) -> None:
         ("phi3", {"attention_bias": True}, "'attention_bias' is True"),
         ("phi3", {"full_attn_mod": 2}, "'full_attn_mod' is 2"),
         ("phi3", {"partial_rotary_factor": 0.05}, "'partial_rotary_factor' is 0.05; it must be"),
-        ("phi", {"partial_rotary_factor": 0.2}, "gives 1 of the 8 components of a head, and this"),
+        ("phi", {"partial_rotary_factor": 0.2}, "gives 1 of the 8 components of a head, which"),
         ("mimo_v2_flash", {"v_head_dim": 32}, "'v_head_dim' is 32, and values that are wider than"),
         ("hunyuan_moe", {"moe_topk": [1]}, r"'moe_topk' is \[1\], which has no value of layer 1"),
         ("llama", {"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false"),

@@ -260,6 +260,9 @@ def test_an_odd_part_of_a_head_is_rounded_up() -> None:
     np.testing.assert_allclose(inverse_frequencies(rope), [1, 10000 ** (-2 / 3)], rtol=1e-6)
     with pytest.raises(ConfigError, match=f"'{PARTIAL}' gives 3 of the 8 components of a head"):
         even_rotary(rope)
+    with pytest.raises(ConfigError, match="gives 3 of the 8 components of a head, which mu"):
+        config = {"max_position_embeddings": 100, "rope_scaling": YARN, PARTIAL: 0.4}
+        rope_config(config, 8, partial=1.0)
 
 
 def test_next_to_sections_of_types_of_layers_only_truncate_is_read() -> None:
