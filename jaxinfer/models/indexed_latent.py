@@ -13,7 +13,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.hf_keys import REMOVE_KEY
-from jaxinfer.models.latent import latent_config, latent_param_specs
+from jaxinfer.models.latent import LatentNames, latent_config, latent_param_specs
 from jaxinfer.models.linears import Linear, linear_specs
 from jaxinfer.models.params import ParamSpec, as_is, stack
 from jaxinfer.models.sources import ArraySpec, Source
@@ -22,7 +22,9 @@ from jaxinfer.nn.mixers.indexed_latent_spec import IndexedLatentConfig, IndexerC
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 
 FULL, SHARED = "full", "shared"  # layers with an indexer, and those that follow one
+_INDEX_EPS = 1e-6  # of the indexer's LayerNorms in the published code of most families
 _OFFSET = 2  # transformers' default of index_skip_topk_offset
+_NAMES = LatentNames()
 _LETTERS = MappingProxyType({"F": FULL, "S": SHARED})  # of index_topk_pattern
 
 
@@ -35,22 +37,26 @@ def indexed_config(
     ffns: Sequence[FeedForwardSpec],
     kinds: Sequence[str] | None = None,
     of_tokens: bool = False,
+    rotates_last: bool = False,
+    pairs: bool = True,
+    index_eps: float = _INDEX_EPS,
     **more: Any,
 ) -> DecoderSpec:
     """A decoder from ``config.json`` whose layers choose tokens.
 
     ``heads`` is the family's default of ``index_n_heads``, ``interleaved`` says how its indexer
     rotates, and ``kinds`` whether each layer has one (None: all do). With ``of_tokens`` its queries
-    are made of tokens, and grow. ``more`` are further fields of the mixers. Raises ``ConfigError``
-    with the key.
+    are made of tokens, and grow; with ``rotates_last`` its last components rotate. ``pairs`` says
+    that attention rotates adjacent components, ``index_eps`` is the epsilon of the indexer's norms.
+    ``more`` are further fields of the mixers. Raises ``ConfigError`` with the key.
     """
     hf.layer_kinds(config, "layer_types", len(ffns), ("indexed_attention",))
-    hf.supported_only(config, "rope_interleave", True)
+    hf.supported_only(config, "rope_interleave", pairs)
     hf.supported_only(config, "indexer_rope_interleave", interleaved)
     hf.supported_only(config, "moe_router_dtype", "float32")
     config.get("head_dim")  # which transformers replaces, since published files have another width
     own_dim = {"head_dim": hf.positive_int(config, "qk_rope_head_dim")}
-    decoder = latent_config(hf.with_values(config, own_dim), dtype, interleaved=True, ffns=ffns)
+    decoder = latent_config(hf.with_values(config, own_dim), dtype, interleaved=pairs, ffns=ffns)
     top_k = hf.positive_int(config, "index_topk", 2048)
     indexer = IndexerConfig(
         num_heads=hf.positive_int(config, "index_n_heads", heads),
@@ -58,6 +64,8 @@ def indexed_config(
         interleaved=interleaved,
         of_tokens=of_tokens,
         learned_growth=of_tokens,
+        rotates_last=rotates_last,
+        norm_eps=index_eps,
     )
     mixer = decoder.layers[0].mixer
     assert isinstance(mixer, LatentAttentionConfig)
@@ -99,9 +107,9 @@ def indexer_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
     return kinds
 
 
-def indexed_param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
+def indexed_param_specs(config: DecoderSpec, names: LatentNames = _NAMES) -> tuple[ParamSpec, ...]:
     """The parameters of the decoder, with Hugging Face's names of their sources."""
-    specs = [*latent_param_specs(config)]
+    specs = [*latent_param_specs(config, names=names)]
     for i, layer in enumerate(config.layers):
         if isinstance(c := layer.mixer, IndexedLatentConfig) and c.indexer is not None:
             specs += _indexer_specs(c, c.indexer, config.hidden_size, i)

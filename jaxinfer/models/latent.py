@@ -50,7 +50,7 @@ _AFTER_NETWORK = "post_mlp_layernorm"
 
 class LatentNames(NamedTuple):
     """The names of tensors: of the embedding, the start of a mixer's, its projection back, the
-    norms, and the start of a dense network's.
+    norms, the start of a dense network's, and the gates of heads.
     """
 
     embed: str = "model.embed_tokens"
@@ -58,6 +58,7 @@ class LatentNames(NamedTuple):
     o: str = "o_proj"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     network: str = "mlp."
+    gate: str = "g_proj"
 
 
 _NAMES = LatentNames()
@@ -272,8 +273,8 @@ def _attention_linears(
             shape = (2 * c.query_rank, shape[1] + values)
         yield Linear("q_b", (f"{names.own}q_b_proj",), shape, (None, "heads"), bias=False)
     if c.head_gate:
-        gate = (width, c.num_heads)
-        yield Linear("head_gate", (f"{names.own}g_proj",), gate, (None, "heads"), bias=False)
+        gate = (width, values if c.head_gate == "components" else c.num_heads)
+        yield Linear("head_gate", (names.own + names.gate,), gate, (None, "heads"), bias=False)
 
 
 def _norm_spec(

@@ -40,6 +40,7 @@ _ROWS: Mapping[str, tuple[int | float | None, ...]] = MappingProxyType(
         "granite_docling_text": (133800, 1024, 2048, 28, 16, 4, None, 32768, 1e-05),
         "hunyuan_v1_dense": (290943, 4096, 11008, 32, 32, None, None, 2048, 1e-05),
         "hunyuan_vl_text": (290943, 4096, 11008, 32, 32, None, None, 2048, 1e-05),
+        "hy_v4_vl_text": (120832, 6144, 18432, 78, 64, None, None, 262144, 1e-05),
         "hyperclovax": (32000, 4096, 11008, 32, 32, None, None, 2048, 1e-06),
         "lfm2": (65536, 2560, 12288, 32, 32, 8, None, 128000, None),
         "lfm2_moe": (65536, 2048, 7168, 32, 32, 8, None, 128000, None),

@@ -38,6 +38,7 @@ WRAPPERS = (
     "GraniteDoclingForConditionalGeneration",
     "GraniteSpeechForConditionalGeneration",
     "GraniteSpeechPlusForConditionalGeneration",
+    "HYV4VLForConditionalGeneration",
     "HunYuanVLForConditionalGeneration",
     "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
@@ -106,6 +107,7 @@ TEXT_MODELS = (
     ("granite_docling_text", "GraniteForCausalLM"),
     ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     ("hunyuan_vl_text", "HunYuanDenseV1ForCausalLM"),
+    ("hy_v4_vl_text", "HYV4ForCausalLM"),
     ("hyperclovax", "HyperCLOVAXForCausalLM"),
     ("internlm2", "InternLM2ForCausalLM"),  # of InternVL 1.5 and 2
     ("lfm2", "Lfm2ForCausalLM"),

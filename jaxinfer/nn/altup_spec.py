@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -31,6 +31,7 @@ class AltUpResidual:
     computes it. Streams begin as projections of embeddings, and end as the mean of projections.
     """
 
+    is_invariant: ClassVar[bool] = False
     count: int
 
     @property

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class ResidualSpec(Protocol):
     """The residual stream of a decoder. Hashable.
 
     It may be several streams of the decoder's width, as in hyper-connections (Zhu et al. 2024,
-    arXiv:2409.19606), which are adjacent in one array [T, n * D].
+    arXiv:2409.19606), which are adjacent in one array [T, n * D]. ``is_invariant`` is as that of
+    ``nn.block.BlockSpec``, on CPUs and GPUs.
     """
+
+    is_invariant: ClassVar[bool]
 
     @property
     def num_streams(self) -> int:
@@ -30,6 +33,7 @@ class ResidualSpec(Protocol):
 class PlainResidual:
     """One stream, to which blocks add their outputs, times ``scale`` if that is not None."""
 
+    is_invariant: ClassVar[bool] = True
     num_streams: int = 1
     scale: float | None = None
 
@@ -40,9 +44,31 @@ class PlainResidual:
 
 
 @dataclass(frozen=True)
+class HyperResidual:
+    """Several streams, of which a block reads a weighted sum, and to which it adds its output times
+    a weight of each: hyper-connections that do not mix streams (iHC, Hunyuan 4).
+
+    The weights are sigmoids of projections of all streams after an RMS norm without weights, whose
+    epsilon is ``norm_eps``; ``eps`` is added to them, and those of outputs are multiplied by
+    ``magnitude``. All streams begin with the embedding and end with a weighted sum.
+    """
+
+    is_invariant: ClassVar[bool] = False
+    num_streams: int
+    magnitude: float
+    eps: float
+    norm_eps: float
+
+    def module(self, name: str) -> Any:
+        """See ``ResidualSpec``."""
+        return import_module("jaxinfer.nn.residual").Hyper(self, name=name)
+
+
+@dataclass(frozen=True)
 class WeightedResidual:
     """One stream, which is multiplied by a parameter of each block before its output is added."""
 
+    is_invariant: ClassVar[bool] = True
     num_streams: int = 1
 
     def module(self, name: str) -> Any:

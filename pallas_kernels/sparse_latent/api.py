@@ -30,8 +30,9 @@ def sparse_latent(args: SparseLatentArgs, impl: str | None = None) -> jax.Array:
 
     Decode rows and prompts are the same to it: each token has a row of the page table, and reads
     its positions there. Keys, values and pages are as in ``latent_prefill``, whose result this is
-    for a token whose positions are all that it sees. Tokens without positions yield zeros. ``impl``
-    pins an implementation. Raises ValueError on arguments that do not fit together.
+    for a token whose positions are all that it sees. Tokens without positions yield zeros.
+    ``sinks`` are scores of each head that only add to the sums of softmaxes. ``impl`` pins an
+    implementation. Raises ValueError on arguments that do not fit together.
     """
     (tokens, heads, width), k_up, v_up = args.q.shape, args.k_up, args.v_up
     rank, entry = k_up.shape[1], sum(pool.shape[-1] for pool in pools_of(args)[::2])
@@ -46,5 +47,9 @@ def sparse_latent(args: SparseLatentArgs, impl: str | None = None) -> jax.Array:
         raise ValueError(
             f"sparse_latent: rows {args.rows.shape} and positions {args.positions.shape} must have "
             f"an entry for each of {tokens} tokens"
+        )
+    if args.sinks is not None and args.sinks.shape != (heads,):
+        raise ValueError(
+            f"sparse_latent: sinks {args.sinks.shape} must have an entry for each of {heads} heads"
         )
     return dispatch(OP, (args,), {}, impl)

@@ -25,6 +25,7 @@ class SparseCase(IndexCase):
 
     heads: Heads = field(init=False)  # of the pages: one head of a token's entry
     sizes: LatentHeads = shapes.TINY_LATENT
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         """Derive the heads of the pages."""
@@ -38,6 +39,9 @@ CASES = (
         query_lens=(3, 17, 1, 7, 0),
         padding=2,
         max_pages=40,
+    ),
+    SparseCase(
+        name="tiny_sinks", seq_lens=(15, 33, 0), query_lens=(3, 7, 0), padding=2, sinks=True
     ),
     SparseCase(name="tiny_fp8", seq_lens=(15, 33), query_lens=(3, 7), kv_dtype=str(BITS)),
     SparseCase(
@@ -82,6 +86,8 @@ def build(case: SparseCase, seed: int) -> Inputs:
         "rows": case.rows,
         "positions": positions,
     }
+    if case.sinks:
+        args["sinks"] = rng.standard_normal(sizes.num_heads).astype(np.float32)
     return Inputs((SparseLatentArgs(**args, scale=sizes.scale),))
 
 

@@ -26,6 +26,7 @@ class SparseLatentArgs:
     positions: jax.Array  # int32[T, K]: those that each token reads; -1: none
     scales: jax.Array | None = None  # float32[P, S, G]: of 8-bit pages
     rope_pages: jax.Array | None = None  # bfloat16[P, S, R]: of 8-bit pages
+    sinks: jax.Array | None = None  # float32[N]
     scale: float = field(metadata=STATIC)
 
 
@@ -46,6 +47,9 @@ def sparse_latent(args: SparseLatentArgs) -> jax.Array:  # [T, N, V]
         k = np.einsum("KC,NDC->KND", latents, k_up)
         shared = np.broadcast_to(k_rope[:, None], (len(at), heads, k_rope.shape[1]))
         scores = np.einsum("NH,KNH->NK", q[token], np.concatenate((k, shared), axis=2))
-        p = np.asarray(jax.nn.softmax(scores * args.scale, axis=1))
+        scores = scores * args.scale
+        if args.sinks is not None:  # the score of a key whose value is 0
+            scores = np.concatenate((np.asarray(args.sinks)[:, None], scores), axis=1)
+        p = np.asarray(jax.nn.softmax(scores, axis=1))[:, -len(at) :]
         out[token] = np.einsum("NK,KC,NVC->NV", p, latents, v_up)
     return jnp.asarray(out, args.q.dtype)

@@ -42,9 +42,12 @@ def sparse_latent(args: SparseLatentArgs, *, fixed: bool = False) -> jax.Array: 
         scores = wide_einsum("WNC,WKC->WNK", queries, entries) * args.scale
         scores = jnp.where(reads[:, None], scores, -jnp.inf)
         top = jnp.max(scores, axis=2, keepdims=True)
-        p = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
+        sinks = -jnp.inf if args.sinks is None else args.sinks.astype(jnp.float32)[:, None]
+        top = jnp.maximum(top, sinks)
+        top = jnp.where(top == -jnp.inf, 0.0, top)
+        p = jnp.exp(scores - top)
         mixed = wide_einsum("WNK,WKC->WNC", p.astype(dtype), entries[..., :rank])
-        sums = jnp.sum(p, axis=2, keepdims=True)
+        sums = jnp.sum(p, axis=2, keepdims=True) + jnp.exp(sinks - top)
         mixed = (mixed / jnp.where(sums == 0, 1.0, sums)).astype(dtype)
         return wide_einsum("WNC,NVC->WNV", mixed, v_up).astype(dtype)
 

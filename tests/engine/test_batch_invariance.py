@@ -97,6 +97,7 @@ def test_without_the_pins_bits_differ() -> None:
         ("mistral", {"page_size": 4}, "pages of 4 tokens before a window"),
         ("falcon_mamba", {}, "FalconMambaForCausalLM has .*, and chunks of it have other bits"),
         ("lfm2", {}, "Lfm2ForCausalLM has .*, and chunks of it have other bits"),
+        ("hy_v4", {}, "HYV4ForCausalLM has several residual streams, and chunks"),
     ],
 )
 def test_what_is_refused(name: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kit.tiny_models import tiny_config, tiny_model
 FAMILIES = (
     *(
         pytest.param(name, marks=pytest.mark.nightly)
-        for name in ("deepseek_v32", "axk2", "mistral_large4")
+        for name in ("deepseek_v32", "axk2", "mistral_large4", "hy_v4")
     ),
     "glm_moe_dsa",
     "minimax_m3",

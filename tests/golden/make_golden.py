@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from cases import CASES, rope_cases
 from deepseek import renamed, without_gates
+from hy_v4 import published_names as names_of_hy_v4
 from internlm2 import packed
 from minimax_m3 import published_names
 from safetensors.torch import load_file, save_file
@@ -59,7 +60,7 @@ LENGTHS = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v32_bias"), 40),
     **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text"), 40),
-    "mistral_large4": 40,
+    **dict.fromkeys(("mistral_large4", "hy_v4", "hy_v4_groups", "hy_v4_multimodal"), 40),
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
@@ -132,6 +133,8 @@ DERIVED = {
 GIVEN = {
     "bailing_hybrid_kinds": {"head_dim": 16},
     "internlm2": {"bias": True},
+    # transformers' modules of text alone rotate halves, whatever published files need
+    **dict.fromkeys(("hy_v4", "hy_v4_groups"), {"rope_interleave": False}),
     "deepseek": {
         **{"model_type": "deepseek", "scoring_func": "softmax", "moe_layer_freq": 1},
         **{"n_routed_experts": 5, "n_shared_experts": 2, "first_k_dense_replace": 1},
@@ -198,6 +201,8 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return packed(model.state_dict(), model.config)
     if name == "minimax_m3_text":
         return published_names(model.state_dict())
+    if name.startswith("hy_v4"):
+        return names_of_hy_v4(model.state_dict())
     as_published = any(".experts." in key for key in model.state_dict()) or name in RENAMED
     if name in STACKED or not as_published:
         return model.state_dict()

@@ -93,6 +93,7 @@ CASES = (
     "flex_olmo",
     "cohere2_moe",
     "hy_v3",
+    "hy_v4",
     "mistral4",
     "sarvam_moe",
     "sarvam_mla",
@@ -199,7 +200,9 @@ def make(name: str) -> None:
     if model.config.model_type in AFTER:
         hidden = (embedded, *hidden[:-2], hidden[-1])
     if hidden[0].ndim == 4:  # several streams, of which the first one, and the final norm
-        hidden = (*(streams[0] for streams in hidden[:-1]), model.model(ids).last_hidden_state)
+        last = model.model(ids).last_hidden_state
+        first = (one[0] if len(one) > 1 else one[:, :, 0] for one in hidden[:-1])
+        hidden = (*first, last)
     made = {"hidden": torch.cat(hidden), "patterns": torch.cat(patterns or [torch.zeros(0)])}
     (DATA / "hidden").mkdir(exist_ok=True)
     save_file(made, DATA / "hidden" / f"{name}.safetensors")

@@ -102,6 +102,14 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             },
         }
     },
+    "hy_v4_vl": {
+        "text_config": {
+            **without(LATENT, "vocab_size", "hidden_size", "first_k_dense_replace"),
+            **{"q_lora_rank": 20, "n_routed_experts": 8, "hc_mult": 2, "index_topk": 8},
+            "rope_parameters": merged(MROPE, mrope_section=[2, 1, 1]),
+        },
+        "vision_config": PATCHES,
+    },
     "hyperclovax_vision_v2": {},
     "idefics2": {},
     "idefics3": {},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -33,6 +33,7 @@ ADAPTED = ("qkv", "down", "into")  # of attention and dense network, of the recu
 class TwoStreams:
     """Two residual streams."""
 
+    is_invariant: ClassVar[bool] = False
     num_streams: int = STREAMS
 
     def module(self, name: str) -> Connections:

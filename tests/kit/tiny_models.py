@@ -689,6 +689,16 @@ CONFIGS = MappingProxyType(
             "no_rope_layers": [1, 0, 1, 0],
             "kv_source_layers": [0, 1, 0, 1],
         },
+        "hy_v4": {
+            **_LATENT,
+            **_INDEXER,
+            "architectures": ["HYV4ForCausalLM"],
+            "num_hidden_layers": 3,
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "hc_mult": 3,
+            "swiglu_limit": 1.0,
+        },
         "qwen3_5": {
             **_HYBRID,
             "architectures": ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
@@ -1421,7 +1431,7 @@ LIKE_OTHERS = (
     *("aria", "emu3", "mllama", "paddleocr_vl", "deepseek_ocr2", "phi4_multimodal", "openai_gpt"),
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
     *("apertus1p5", "zamba", "zamba2", "kolibri1", "lara_mini", "molmo2"),
-    *("deepseek_v32", "axk2", "mistral_large4"),  # as glm_moe_dsa
+    *("deepseek_v32", "axk2", "mistral_large4", "hy_v4"),  # as glm_moe_dsa
 )
 OF_EACH_KIND = (
     "qwen3",

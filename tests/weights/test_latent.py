@@ -230,6 +230,13 @@ def test_saved_tensors_are_those_that_were_loaded(name: str) -> None:
         np.testing.assert_array_equal(saved.read(one), tensor, err_msg=one)
 
 
+def test_another_number_of_key_heads_of_hunyuan_4_is_that_of_queries() -> None:
+    """Published files have such a number, which transformers replaces."""
+    config = tiny_config("hy_v4")
+    other = build_model({**config, "num_key_value_heads": 2}, "float32")
+    assert other.config == build_model(config, "float32").config
+
+
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
@@ -278,6 +285,9 @@ def test_saved_tensors_are_those_that_were_loaded(name: str) -> None:
         ("mistral_large4", {"kv_source_layers": [0, 1, 0, 0]}, "has 0 for layer 3, which is not"),
         ("mistral_large4", {"no_rope_layers": [1]}, "must hold 0 or 1 for each of the 4 layers"),
         ("mistral_large4", {"q_lora_rank": 8}, "is 8, and queries have no latent; remove it"),
+        ("hy_v4", {"indexer_rope_interleave": False}, "is False, and this family supports only"),
+        ("hy_v4", {"gating_type": "headwise"}, "is 'headwise', and this family supports only"),
+        ("hy_v4", {"swiglu_limit": 0.0}, "'swiglu_limit' must be a positive number"),
     ],
 )
 def test_a_wrong_config_is_refused(family: str, change: dict[str, Any], message: str) -> None:

@@ -63,7 +63,9 @@ def _misfit(program: Program) -> str | None:
 
 
 def _varying(model: Model) -> str | None:
-    """A block of the model without an invariant form, in words."""
+    """A part of the model without an invariant form, in words."""
+    if not model.config.residual.is_invariant:
+        return "several residual streams"
     blocks = [block for layer in model.config.layers for block in (layer.mixer, layer.ffn)]
     varying = (block for block in blocks if not block.is_invariant)
     return next((block.words() or "layers without an invariant form" for block in varying), None)

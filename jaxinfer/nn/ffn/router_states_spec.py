@@ -61,6 +61,7 @@ class StatesResidual:
     Embeddings, and of each block the stream and the output, have a bias and a factor.
     """
 
+    is_invariant: ClassVar[bool] = True
     num_streams: int = 2
 
     def module(self, name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxinfer.nn.ffn.beside_spec import DenseAndExpertsConfig
 
@@ -29,6 +29,7 @@ class ShortcutExpertsConfig(DenseAndExpertsConfig):
 class ShortcutResidual:
     """The stream, and behind it the output of experts that is still to be added to it."""
 
+    is_invariant: ClassVar[bool] = True
     num_streams: int = 2
 
     def module(self, name: str) -> Any:

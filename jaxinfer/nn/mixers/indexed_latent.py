@@ -104,7 +104,7 @@ class IndexedLatentAttention(nn.Module):
             assert state is not None, "an earlier layer has the entries"
             tokens = tokens._replace(entries=state[SHARED])
         visible = None if chosen is None else _mask(chosen)
-        return dense(tokens, kv_b, ctx, c, only, visible), passed
+        return dense(tokens, kv_b, ctx, c, only, visible, self._sinks()), passed
 
     def _chosen_densely(
         self, made: Projected, state: LayerArrays | None, ctx: StepContext
@@ -171,10 +171,14 @@ class IndexedLatentAttention(nn.Module):
             page_table=latents[_TABLE],
             rows=of_rows,
             positions=chosen,
+            sinks=self._sinks(),
             scale=c.scale,
         )
         own |= {SHARED: latents} if c.shares else {}
         return sparse_latent(args, ctx.pinned("sparse_latent")), own
+
+    def _sinks(self) -> jax.Array | None:  # [N]
+        return param(self, "sinks") if self.config.sinks else None
 
 
 class _Index(NamedTuple):
@@ -210,8 +214,10 @@ def _index(
     def turned(x: jax.Array) -> jax.Array:  # [T, heads, I]
         if config.rope is None:
             return x
-        own = rotated(x[..., :rope], ctx.angles[0], interleaved=c.interleaved)
-        return jnp.concatenate((own, x[..., rope:]), axis=-1)
+        first = c.head_dim - rope if c.rotates_last else 0
+        before, own, after = jnp.split(x, (first, first + rope), axis=-1)
+        own = rotated(own, ctx.angles[0], interleaved=c.interleaved)
+        return jnp.concatenate((before, own, after), axis=-1)
 
     scale = (c.num_heads * c.head_dim) ** -0.5
     return _Index(turned(q), weights * scale, turned(keys[:, None])[:, 0])

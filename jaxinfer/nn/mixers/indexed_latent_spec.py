@@ -36,7 +36,8 @@ class IndexerConfig:
     It has ``num_heads`` queries of ``head_dim`` components, made of the latent of queries, and one
     key a token with a LayerNorm. The first components of both, as many as those of the attention's
     rope, rotate with it: ``interleaved`` pairs, or i with i + half. With ``of_tokens`` queries are
-    made of a LayerNorm of the token instead. ``learned_growth`` is as that of attention.
+    made of a LayerNorm of the token instead. ``learned_growth`` is as that of attention. With
+    ``rotates_last`` the last components rotate instead of the first.
     """
 
     num_heads: int
@@ -45,6 +46,7 @@ class IndexerConfig:
     norm_eps: float = 1e-6
     of_tokens: bool = False
     learned_growth: bool = False
+    rotates_last: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +57,8 @@ class IndexedLatentConfig(LatentAttentionConfig):
     the layer ``follows`` has chosen. With ``input_gate`` a gate of this rank follows the norm
     before all of it (``nn.norm_gate``). Without ``selects`` no context of an engine is longer than
     ``top_k``, so that all tokens are attended to and no keys are kept. A layer ``reads`` the
-    latents of an earlier one, which ``shares`` them; ``always`` says that the decoder has such
-    layers, which always select.
+    latents of an earlier one, which ``shares`` them. With ``always`` the layers select in any
+    context, which those of a decoder with such layers or with sinks have to.
     """
 
     top_k: int
@@ -72,6 +74,7 @@ class IndexedLatentConfig(LatentAttentionConfig):
         """Check that the choice is made once."""
         assert (self.indexer is None) != (self.follows is None), "an indexer, or another layer's"
         assert (self.reads is None) == self.own_entries, "a layer has entries or reads others"
+        assert self.always or not self.sinks, "attention to all tokens has no sinks"
 
     def for_context(self, length: int) -> IndexedLatentConfig:
         """See ``MixerSpec``."""

@@ -9,7 +9,8 @@ of the queries' latent, K width of keys without rope (``nope_dim``), V width of 
       or    [D, N * (K + R) + C + R]  if queries have no latent
     kv_norm [C]                       kv_b/k [N * K, C]   kv_b/v [N * V, C]
     o       [N * V, D]                o_bias [D]   q_kv_a_bias [Q + C + R], of the last columns
-    head_gate [D, N] with gates of the heads' outputs      q_growth [2, N] with a learned growth
+    head_gate [D, N] with gates of the heads' outputs, or [D, N * V] of their components
+    q_growth [2, N] with a learned growth                  sinks [N] with sinks
     with output gates q_b is [2 * Q, N * (K + R + V)]: queries and gates of each head
 """
 
@@ -98,7 +99,7 @@ def projected(
     returns the normalised tokens, too.
     """
     all_heads, latent, gates = c.num_heads * c.head_dim, None, None
-    keep |= c.head_gate
+    keep |= bool(c.head_gate)
     both, stream, h = linear(stream, weight(module, "q_kv_a"), ctx, norm=norm, keep=keep)
     if c.bias:
         both = both + jnp.pad(param(module, "q_kv_a_bias"), (both.shape[1] - c.bias_dim, 0))
@@ -153,7 +154,8 @@ def output(
     """The input of a block and its output, of what its heads have attended to."""
     gates = made.gates
     if c.head_gate:
-        gates = linear(made.h, weight(module, "head_gate"), ctx).y[..., None]  # [T, N, 1]
+        gates = linear(made.h, weight(module, "head_gate"), ctx).y
+        gates = gates.reshape(len(gates), c.num_heads, -1)  # [T, N, 1] or [T, N, V]
     if gates is not None:
         out = on_heads.gated(out, gates if only is None else take_rows(gates, only), "sigmoid")
     out = ctx.at("z", out)
@@ -297,6 +299,7 @@ def dense(
     config: LatentAttentionConfig,
     only: jax.Array | None,  # int32[B]
     chosen: jax.Array | None = None,  # bool[T, T]: see ``indexed_latent``
+    sinks: jax.Array | None = None,  # [N]
 ) -> jax.Array:  # [T, N, V], or with only [B, N, V]
     """Causal attention of one whole sequence over itself; supports gradients and vmap."""
     c, t = config, len(tokens.q)
@@ -309,6 +312,9 @@ def dense(
     scores = jnp.einsum("TNH,SNH->NTS", q, k, preferred_element_type=jnp.float32)
     visible = jnp.tril(jnp.ones((t, t), bool)) if chosen is None else chosen
     scores = ctx.at("scores", jnp.where(visible, scores * c.scale, -jnp.inf))
-    pattern = ctx.at("pattern", jax.nn.softmax(scores, axis=-1).astype(v.dtype))
+    if sinks is not None:
+        beside = jnp.broadcast_to(sinks.astype(scores.dtype)[:, None, None], (c.num_heads, t, 1))
+        scores = jnp.concatenate((scores, beside), axis=-1)
+    pattern = ctx.at("pattern", jax.nn.softmax(scores, axis=-1)[..., :t].astype(v.dtype))
     out = jnp.einsum("NTS,SNV->TNV", pattern, v)
     return out if only is None else out[only]

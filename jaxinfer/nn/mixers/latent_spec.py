@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -32,8 +32,10 @@ class LatentAttentionConfig(BlockSpec):
     rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
     residual stream have biases, but for queries without a latent. Queries may grow with the
     position. ``latent_scale`` multiplies the latents of keys and values. With ``head_gate`` a
-    sigmoid of the token multiplies the output of each head; with ``output_gate`` sigmoids of the
-    queries' latent, after its norm and before it, multiply each component. With
+    sigmoid of the token multiplies the output of each head, if it is "components" one of its own
+    each component; with ``output_gate`` sigmoids of the queries' latent, after its norm and before
+    it, multiply each component. With ``sinks`` each head has a logit next to the scores, which only
+    some mixers have (``mixers.indexed_latent``). With
     ``learned_growth`` queries of each head grow with the position (``mixers.heads``). Without
     ``own_entries`` those of an earlier layer are read (``mixers.indexed_latent``). ``page_dtype``
     is that of pages (None: the decoder's); 8 bits are those of latents alone
@@ -54,9 +56,10 @@ class LatentAttentionConfig(BlockSpec):
     bias: bool = False
     growth: QueryGrowth | None = None
     latent_scale: float = 1.0
-    head_gate: bool = False
+    head_gate: bool | Literal["components"] = False
     output_gate: bool = False
     learned_growth: bool = False
+    sinks: bool = False
     own_entries: bool = True
     page_dtype: jnp.dtype | None = None
 
