@@ -89,7 +89,7 @@ def indexed_config(
 
 
 def indexer_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Whether each layer has an indexer: ``indexer_types`` decides, else a pattern, else a step."""
+    """True for layers with an indexer: ``indexer_types`` decides, else a pattern, else a step."""
     given = hf.layer_kinds(config, "indexer_types", num_layers, (FULL, SHARED))
     pattern = config.get("index_topk_pattern")
     step = max(hf.layer_index(config, "index_topk_freq", 1), 1)

@@ -117,10 +117,9 @@ def _add_tokens(
                 f"the token {short(content)} of tokenizer_config.json has one of "
                 f"{', '.join(_EDGES)}, which is not supported; {_REMEDY}"
             )
-        is_special = entry.get("special", False)
         tokens[number] = content
         if types[number] != TokenType.UNKNOWN:
-            types[number] = TokenType.CONTROL if is_special else TokenType.USER_DEFINED
+            types[number] = TokenType.CONTROL if entry.get("special") else TokenType.USER_DEFINED
 
 
 def _metadata(

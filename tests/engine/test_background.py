@@ -338,6 +338,15 @@ def test_executables_join_an_engine_without_requests(plan: EnginePlan) -> None:
     thread.stop()
 
 
+def test_executables_join_an_engine_that_sleeps(plan: EnginePlan) -> None:
+    early = early_engine(plan)
+    first = answers(early.engine)
+    early.engine.sleep()
+    early.take()
+    early.engine.wake_up()
+    assert answers(early.until_compiled()) == first
+
+
 def test_a_damaged_file_after_the_start_ends_no_request(
     plan: EnginePlan, caplog: pytest.LogCaptureFixture
 ) -> None:

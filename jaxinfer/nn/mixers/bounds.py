@@ -110,7 +110,7 @@ def latent_bytes(config: LatentAttentionConfig, step: StepShape) -> int:
 
 
 def indexed_latent_bytes(config: IndexedLatentConfig, step: StepShape) -> int:
-    """What the choice and the attention to it allocate, for a context of any length, and the
+    """The bytes that the choice and attention to it allocate, for any length of context, and the
     positions of all tokens.
     """
     of: Any = jax.ShapeDtypeStruct
@@ -146,7 +146,7 @@ def indexed_latent_bytes(config: IndexedLatentConfig, step: StepShape) -> int:
 
 
 def indexed_attention_bytes(config: IndexedAttentionConfig, step: StepShape) -> int:
-    """What the choice and the attention to it allocate, for a context of any length, and the
+    """The bytes that the choice and attention to it allocate, for any length of context, and the
     queries and blocks of all tokens.
     """
     of: Any = jax.ShapeDtypeStruct

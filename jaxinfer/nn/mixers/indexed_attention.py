@@ -110,7 +110,7 @@ class IndexedAttention(nn.Module):
 
 
 class _Index(NamedTuple):
-    """What an indexer compares."""
+    """The queries and keys that an indexer compares."""
 
     q: jax.Array  # [T, J, I]
     keys: jax.Array  # [T, I]

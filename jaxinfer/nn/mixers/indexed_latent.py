@@ -182,7 +182,7 @@ class IndexedLatentAttention(nn.Module):
 
 
 class _Index(NamedTuple):
-    """What an indexer compares."""
+    """The queries, their weights and the keys that an indexer compares."""
 
     q: jax.Array  # [T, J, I]
     weights: jax.Array  # float32[T, J]
