@@ -1,4 +1,6 @@
-"""Which calls the Triton kernel of attention to chosen latents refuses, and its launches."""
+"""Which calls the Triton kernels of the choice of tokens and of attention to them refuse, and their
+launches.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.index_topk import launch as index_launch
+from pallas_kernels.index_topk.ref import IndexTopkArgs
 from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.lib.shapes import DEEPSEEK_V3, LatentHeads
 from pallas_kernels.sparse_latent import launch
@@ -77,6 +81,57 @@ def test_workspace_is_that_of_one_launch() -> None:
     assert most == launch.MOST_TOKENS * 128 * 512 * 2 * 4
     one = launch.workspace(call_of(1, DEEPSEEK_V3_TP8))
     assert one == 16 * 512 * 2 * 4 + 32 * 16 * 514 * 4
+
+
+def choice_of(
+    tokens: int, heads: int = 64, width: int = 128, length: int = 32768, dtype: str = "bfloat16"
+) -> IndexTopkArgs:
+    """Shapes of a choice of 2,048 tokens."""
+    array: Any = jax.ShapeDtypeStruct
+    return IndexTopkArgs(
+        q=array((tokens, heads, width), jnp.dtype(dtype)),
+        weights=array((tokens, heads), jnp.float32),
+        pages=array((99, 16, width), jnp.dtype("bfloat16")),
+        page_table=array((8, length // 16), jnp.int32),
+        rows=array((tokens,), jnp.int32),
+        lens=array((tokens,), jnp.int32),
+        top_k=2048,
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (choice_of(4), None),
+        (choice_of(4, heads=12), None),
+        (choice_of(4, heads=96), "96 heads are more than 64"),
+        (choice_of(4, width=96), "keys have 96 components"),
+        (choice_of(4, width=256), "keys have 256 components"),
+        (choice_of(4, dtype="float16"), "the pages are bfloat16, not float16"),
+    ],
+)
+def test_choices_that_do_not_fit(call: IndexTopkArgs, reason: str | None) -> None:
+    refused = index_launch.supports(call)
+    assert refused is None if reason is None else reason in (refused or "")
+
+
+@pytest.mark.parametrize(
+    ("call", "tokens", "splits"),
+    [
+        pytest.param(choice_of(1), 1, 256, id="no_more_splits_than_blocks"),
+        pytest.param(choice_of(64), 64, 5, id="rows"),
+        pytest.param(choice_of(512), 512, 1, id="prompt"),
+        pytest.param(choice_of(8192), 512, 1, id="the_scores_of_512_tokens_fit"),
+        pytest.param(choice_of(8192, length=163840), 102, 3, id="or_of_102"),
+        pytest.param(choice_of(8, length=32 << 20), 1, 264, id="one_token_always_fits"),
+    ],
+)
+def test_scores_in_memory(call: IndexTopkArgs, tokens: int, splits: int) -> None:
+    with compiling_for(H200):
+        assert index_launch.most_tokens(call) == tokens
+        assert index_launch.scores_config(call).splits == splits
+    length = 16 * call.page_table.shape[1]
+    assert index_launch.workspace(call) == 4 * tokens * length
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
