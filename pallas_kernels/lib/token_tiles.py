@@ -13,8 +13,12 @@ MOST_TOKENS = 64
 
 
 def tile_width(tokens: int, most: int, *, cap: int = MOST_TOKENS) -> int:
-    """The tokens of a tile, if ``most`` of them fit in memory, and at most ``cap``."""
-    return max(1, min(tokens, most, cap))
+    """The tokens of a tile, if ``most`` of them fit in memory, and at most ``cap``.
+
+    Tiles are as few as they can be, and then as narrow, so that the last one is nearly full.
+    """
+    tiles = -(-tokens // max(1, min(most, cap)))
+    return -(-tokens // tiles) if tiles else 1
 
 
 def by_tiles(

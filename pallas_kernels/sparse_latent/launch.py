@@ -74,9 +74,10 @@ def choose_config(args: SparseLatentArgs) -> TritonConfig:
 
 def workspace(args: SparseLatentArgs) -> int:
     """Queries that have absorbed the expansion to keys and sums of latents, each twice, as GEMMs of
-    heads order them by head; and the states of splits.
+    heads order them by head; the states of splits; and the slots of positions.
     """
     (tokens, heads, _), rank, config = args.q.shape, args.k_up.shape[1], choose_config(args)
     tokens = tile_width(tokens, MOST_TOKENS, cap=MOST_TOKENS)
     of_splits = 4 * config.splits * (rank + 2) if config.splits > 1 else 0
-    return tokens * heads * (4 * rank * args.q.dtype.itemsize + of_splits)
+    of_heads = heads * (4 * rank * args.q.dtype.itemsize + of_splits)
+    return tokens * (of_heads + 4 * args.positions.shape[1])

@@ -16,6 +16,7 @@ from pallas_kernels.index_topk import launch as index_launch
 from pallas_kernels.index_topk.ref import IndexTopkArgs
 from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.lib.shapes import DEEPSEEK_V3, LatentHeads
+from pallas_kernels.lib.token_tiles import tile_width
 from pallas_kernels.sparse_latent import launch
 from pallas_kernels.sparse_latent.cases import DEEPSEEK_V3_TP8, GLM_5
 from pallas_kernels.sparse_latent.ref import SparseLatentArgs
@@ -78,9 +79,9 @@ def test_workspace_is_that_of_one_launch() -> None:
     """A GB for each 4,096 tokens of 128 heads would not be left for pages."""
     most = launch.workspace(call_of(launch.MOST_TOKENS, DEEPSEEK_V3))
     assert launch.workspace(call_of(8 * launch.MOST_TOKENS, DEEPSEEK_V3)) == most
-    assert most == launch.MOST_TOKENS * 128 * 512 * 2 * 4
+    assert most == launch.MOST_TOKENS * (128 * 512 * 2 * 4 + 2048 * 4)
     one = launch.workspace(call_of(1, DEEPSEEK_V3_TP8))
-    assert one == 16 * 512 * 2 * 4 + 32 * 16 * 514 * 4
+    assert one == 16 * 512 * 2 * 4 + 32 * 16 * 514 * 4 + 2048 * 4
 
 
 def choice_of(
@@ -139,8 +140,16 @@ def test_long_prompts_are_several_launches() -> None:
     from kit.triton_shims import Recorder, in_place_of_triton_call
     from pallas_kernels.sparse_latent.triton import sparse_latent
 
-    call, recorder = call_of(launch.MOST_TOKENS + 3, DEEPSEEK_V3_TP8), Recorder()
+    tokens, recorder = launch.MOST_TOKENS + 3, Recorder()
     with in_place_of_triton_call(recorder):
-        out = jax.eval_shape(sparse_latent, call)
-    assert out.shape == (launch.MOST_TOKENS + 3, 16, 128) and out.dtype == jnp.bfloat16
+        out = jax.eval_shape(sparse_latent, call_of(tokens, DEEPSEEK_V3_TP8))
+    assert out.shape == (tokens, 16, 128) and out.dtype == jnp.bfloat16
     assert [one.kernel.__name__ for one in recorder.calls] == ["_attend_split"]
+
+
+def test_tiles_are_nearly_full() -> None:
+    """A step of a prompt and some decode rows has few tokens more than a tile."""
+    assert [tile_width(tokens, 1024, cap=1024) for tokens in (1, 1024, 1027, 3000)] == [
+        *(1, 1024, 514, 1000)
+    ]
+    assert tile_width(100, 0) == 1 and tile_width(100, 1000) == 50
