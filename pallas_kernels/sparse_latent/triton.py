@@ -159,7 +159,9 @@ def launch_with(config: launch.TritonConfig, args: SparseLatentArgs) -> jax.Arra
     """``sparse_latent`` with a given configuration, for some of the tokens at a time."""
     heads, rank = args.q.shape[1], args.k_up.shape[1]
     k_up, v_up = (w.reshape(heads, -1, rank) for w in (args.k_up, args.v_up))
-    by_heads = partial(jnp.einsum, precision="highest")  # float32 is not rounded to tf32
+    # float32 as in the kernel, not rounded to tf32
+    precision = "highest" if args.q.dtype == jnp.float32 else None
+    by_heads = partial(jnp.einsum, precision=precision)
 
     def of_tile(
         q: jax.Array,  # [W, N, D + R]
