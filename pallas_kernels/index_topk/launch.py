@@ -22,7 +22,11 @@ MOST_TOKENS = 1024  # of a launch, which then fills the GPU several times
 # CTAs of an SM that its shared memory and registers have space for, each with a block of keys and
 # the next one. Estimated from the compiler's report, not measured.
 CTAS_OF_SM = 2
-MAX_CHUNK = 8192  # scores that a CTA chooses from in one iteration: 16 of a thread
+CHUNK = 8192  # scores that a CTA looks at in one iteration: 16 of a thread
+# Of scores in a part of a long context, at least so many times the K that are chosen from it: a CTA
+# would choose from 131,072 scores in about 160 us (estimated, not measured), and 16 CTAs of parts,
+# then one from 4 chunks of those that they have chosen, do so in 45.
+PART = 4
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,22 @@ def supports(args: IndexTopkArgs) -> str | None:
     return unfit_for_triton(args.q, pages)
 
 
+def length_of(args: IndexTopkArgs) -> int:
+    """The positions that a row of the page table can have."""
+    return args.page_table.shape[1] * args.pages.shape[1]
+
+
 def most_tokens(args: IndexTopkArgs) -> int:
     """The tokens whose scores are in memory at the same time."""
-    length = args.page_table.shape[1] * args.pages.shape[1]
-    return tile_width(len(args.q), SCORE_BYTES // (4 * length), cap=MOST_TOKENS)
+    return tile_width(len(args.q), SCORE_BYTES // (4 * length_of(args)), cap=MOST_TOKENS)
+
+
+def parts_of(args: IndexTopkArgs) -> tuple[int, int]:
+    """The parts of a context from each of which K positions are chosen first, and the positions of
+    a part; one part if the context is no longer than two.
+    """
+    length, size = length_of(args), max(CHUNK, PART * args.width)
+    return (-(-length // size), size) if length > 2 * size else (1, length)
 
 
 def scores_config(args: IndexTopkArgs) -> ScoresConfig:
@@ -59,11 +75,12 @@ def scores_config(args: IndexTopkArgs) -> ScoresConfig:
     wide = args.q.dtype.itemsize > 2
     block, num_warps, num_stages = (32, 8, 2) if wide else (128, 4, 3)
     ctas = CTAS_OF_SM * current_device().num_sms
-    length = args.page_table.shape[1] * args.pages.shape[1]
-    splits = min(-(-ctas // most_tokens(args)), -(-length // block))
+    splits = min(-(-ctas // most_tokens(args)), -(-length_of(args) // block))
     return ScoresConfig(splits, block, num_warps, num_stages)
 
 
 def workspace(args: IndexTopkArgs) -> int:
-    """The scores."""
-    return 4 * most_tokens(args) * args.page_table.shape[1] * args.pages.shape[1]
+    """The scores, and the positions and scores that are chosen from parts."""
+    parts, _ = parts_of(args)
+    listed = 8 * parts * args.width if parts > 1 else 0
+    return most_tokens(args) * (4 * length_of(args) + listed)

@@ -2,10 +2,11 @@
 
 A CTA of the first kernel has one token and one split of its context. Keys are the rows of its
 matmul, so that a thread has most heads of a key, over which scores are summed. In the second kernel
-a CTA has all scores of a token. Seven passes over them find the K-th largest score: each counts the
-values of the next 5 bits among scores that are equal to it in the bits before (a radix select:
-Alabi et al., 2012). Another pass writes the positions of larger scores, and of the first equal ones
-until there are K, in the order of positions. XLA's ``top_k`` sorts: 0.16 ms of one row of 152,000
+a CTA has all scores of a token, or of a part of a long context. Seven passes over them find the
+K-th largest score: each counts the values of the next 5 bits among scores that are equal to it in
+the bits before (a radix select: Alabi et al., 2012). Another pass lists the larger scores, and the
+first equal ones until there are K, in the order of positions. Of a long context each part lists K,
+and the kernel runs again over the lists. XLA's ``top_k`` sorts: 0.16 ms of one row of 152,000
 values and 2.6 ms of 256 rows (H200).
 """
 
@@ -74,13 +75,8 @@ def _score(
 
 
 @triton.jit
-def _keys(
-    scores,  # float32[L] of the token
-    index,  # int32[CHUNK]
-    inside,  # bool[CHUNK]
-):
+def _keys(score):
     """Unsigned integers that are ordered like the scores; 0 and -0 have the same one."""
-    score = tl.load(scores + index, mask=inside, other=0.0)
     key = key_of(tl.where(score == 0.0, 0.0, score))
     return key.to(tl.uint32, bitcast=True) ^ 0x80000000
 
@@ -88,16 +84,30 @@ def _keys(
 @triton.jit
 def _choose(
     scores,  # float32[T, L]
+    listed,  # int32[T, L]: the positions of scores; unused without LISTED
     lens,  # int32[T]
-    chosen,  # int32[T, K]
+    chosen,  # int32[T, PARTS, K]
+    best,  # float32[T, PARTS, K]: the chosen scores; unused without KEEPS
     length,  # L
+    part_size,  # positions of a part, of which LISTED has K scores
     width,  # K
     CHUNK: tl.constexpr,  # scores per loop iteration
+    LISTED: tl.constexpr,  # scores are those that have been chosen from parts; others are -inf
+    KEEPS: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    start = part * part_size
     seen = tl.load(lens + token)
-    own = scores + token * length
-    out = chosen + token * width
+    if LISTED:
+        count = tl.cdiv(seen, part_size) * width
+    else:
+        seen = tl.minimum(seen - start, part_size)
+        count = seen
+        if KEEPS & (seen <= 0):  # nothing reads what such a part has chosen
+            return
+    own = scores + token * length + start
+    at_out = (token * tl.num_programs(0) + part) * width
     offsets = tl.arange(0, CHUNK)
     bins = tl.arange(0, BINS)
     threshold = tl.full((), 0, tl.uint32)  # the least key: all positions are chosen
@@ -106,10 +116,10 @@ def _choose(
         needed = width
         for shift in tl.static_range(30, -1, -BITS):  # type: ignore[attr-defined]
             counts = tl.zeros((BINS,), tl.int32)
-            for first in range(0, seen, CHUNK):
-                index = first + offsets
-                key = _keys(own, index, index < seen)
-                among = (index < seen) & ((key >> shift >> BITS) == threshold)
+            for first in range(0, count, CHUNK):
+                inside = first + offsets < count
+                key = _keys(tl.load(own + first + offsets, mask=inside, other=0.0))
+                among = inside & ((key >> shift >> BITS) == threshold)
                 digit = (key >> shift) & (BINS - 1)
                 counts += tl.histogram(digit.to(tl.int32), BINS, mask=among)
             above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
@@ -118,20 +128,31 @@ def _choose(
             needed -= tl.sum(tl.where(is_digit, above, 0), 0)
     filled = 0
     equals = 0
-    for first in range(0, seen, CHUNK):
+    for first in range(0, count, CHUNK):
         index = first + offsets
-        inside = index < seen
-        key = _keys(own, index, inside)
+        inside = index < count
+        score = tl.load(own + index, mask=inside, other=0.0)
+        if LISTED:
+            # a part that has fewer than K, the last one, lists NONE behind them
+            position = tl.load(listed + token * length + index, mask=inside, other=NONE)
+        else:
+            position = start + index
+        key = _keys(score)
         equal = (inside & (key == threshold)).to(tl.int32)
         first_equal = (equal > 0) & (equals + tl.cumsum(equal, 0) <= needed)
         taken = (inside & (key > threshold)) | first_equal
-        place = filled + tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(out + place, index, mask=taken)
+        place = at_out + filled + tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(chosen + place, position, mask=taken)
+        if KEEPS:
+            tl.store(best + place, score, mask=taken)
         filled += tl.sum(taken.to(tl.int32), 0)
         equals += tl.sum(equal, 0)
     for first in range(filled, width, CHUNK):
-        index = first + offsets
-        tl.store(out + index, tl.full((CHUNK,), NONE, tl.int32), mask=index < width)
+        rest = first + offsets < width
+        place = at_out + first + offsets
+        tl.store(chosen + place, tl.full((CHUNK,), NONE, tl.int32), mask=rest)
+        if KEEPS:
+            tl.store(best + place, tl.full((CHUNK,), float("-inf"), tl.float32), mask=rest)
 
 
 def index_topk(args: IndexTopkArgs) -> jax.Array:  # int32[T, K]
@@ -141,10 +162,6 @@ def index_topk(args: IndexTopkArgs) -> jax.Array:  # int32[T, K]
 
 def launch_with(config: launch.ScoresConfig, args: IndexTopkArgs) -> jax.Array:  # int32[T, K]
     """``index_topk`` with a given configuration, for some of the tokens at a time."""
-    pages, (table_rows, table_width) = args.pages, args.page_table.shape
-    (_, heads, width), page_size = args.q.shape, pages.shape[1]
-    length = table_width * page_size
-    chunk = min(launch.MAX_CHUNK, power_of_two(length))
 
     def of_tile(
         q: jax.Array,  # [W, H, D]
@@ -152,38 +169,79 @@ def launch_with(config: launch.ScoresConfig, args: IndexTopkArgs) -> jax.Array: 
         rows: jax.Array,  # int32[W]
         lens: jax.Array,  # int32[W]
     ) -> jax.Array:  # int32[W, K]
-        scores = jt.triton_call(
-            q,
-            weights,
-            pages,
-            args.page_table,
-            jnp.clip(rows, 0, table_rows - 1),
-            lens,
-            kernel=_score,
-            out_type=jax.ShapeDtypeStruct((len(q), length), jnp.float32),
-            grid=(config.splits, len(q)),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            table_width=table_width,
-            length=length,
-            NUM_HEADS=heads,
-            HEADS=max(launch.MIN_TILE, power_of_two(heads)),
-            WIDTH=width,
-            PAGE_SIZE=page_size,
-            BLOCK=config.block,
-        )
-        return jt.triton_call(
-            scores,
-            lens,
-            kernel=_choose,
-            out_type=jax.ShapeDtypeStruct((len(q), args.width), jnp.int32),
-            grid=(len(q),),
-            num_warps=16 if chunk == launch.MAX_CHUNK else 4,
-            num_stages=1,
-            length=length,
-            width=args.width,
-            CHUNK=chunk,
-        )
+        scores, width = _scores(config, args, q, weights, rows, lens), args.width
+        parts, size = launch.parts_of(args)
+        chosen, best = _chosen(scores, lens, lens, parts, size, width)
+        if parts == 1:
+            return chosen[:, 0]
+        best, listed = (x.reshape(len(lens), parts * width) for x in (best, chosen))
+        return _chosen(best, listed, lens, 1, size, width, is_listed=True)[0][:, 0]
 
     most = launch.most_tokens(args)
     return by_tiles(of_tile, (args.q, args.weights, args.rows, args.lens), most, cap=most)
+
+
+def _scores(
+    config: launch.ScoresConfig,
+    args: IndexTopkArgs,
+    q: jax.Array,  # [W, H, D]
+    weights: jax.Array,  # float32[W, H]
+    rows: jax.Array,  # int32[W]
+    lens: jax.Array,  # int32[W]
+) -> jax.Array:  # float32[W, M * S]
+    """The scores of the positions below ``lens``, of some tokens; others are not written."""
+    (tokens, heads, width), (table_rows, table_width) = q.shape, args.page_table.shape
+    length = launch.length_of(args)
+    return jt.triton_call(
+        q,
+        weights,
+        args.pages,
+        args.page_table,
+        jnp.clip(rows, 0, table_rows - 1),
+        lens,
+        kernel=_score,
+        out_type=jax.ShapeDtypeStruct((tokens, length), jnp.float32),
+        grid=(config.splits, tokens),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        table_width=table_width,
+        length=length,
+        NUM_HEADS=heads,
+        HEADS=max(launch.MIN_TILE, power_of_two(heads)),
+        WIDTH=width,
+        PAGE_SIZE=args.pages.shape[1],
+        BLOCK=config.block,
+    )
+
+
+def _chosen(
+    scores: jax.Array,  # float32[W, L]
+    listed: jax.Array,  # int32[W, L]; unused if they are not listed
+    lens: jax.Array,  # int32[W]
+    parts: int,
+    part_size: int,
+    width: int,
+    *,
+    is_listed: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # int32[W, parts, K], float32[W, parts, K]
+    """The positions of the largest scores of each part, and of several parts these scores."""
+    tokens, length = scores.shape
+    chunk = min(launch.CHUNK, power_of_two(length))
+    out = jax.ShapeDtypeStruct((tokens, parts, width), jnp.int32)
+    kept = jax.ShapeDtypeStruct(out.shape if parts > 1 else (1,), jnp.float32)
+    return jt.triton_call(
+        scores,
+        listed,
+        lens,
+        kernel=_choose,
+        out_type=(out, kept),
+        grid=(parts, tokens),
+        num_warps=16 if chunk == launch.CHUNK else 4,
+        num_stages=1,
+        length=length,
+        part_size=part_size,
+        width=width,
+        CHUNK=chunk,
+        LISTED=is_listed,
+        KEEPS=parts > 1,
+    )

@@ -117,22 +117,25 @@ def test_choices_that_do_not_fit(call: IndexTopkArgs, reason: str | None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("call", "tokens", "splits"),
+    ("call", "tokens", "splits", "parts"),
     [
-        pytest.param(choice_of(1), 1, 256, id="no_more_splits_than_blocks"),
-        pytest.param(choice_of(64), 64, 5, id="rows"),
-        pytest.param(choice_of(512), 512, 1, id="prompt"),
-        pytest.param(choice_of(8192), 512, 1, id="the_scores_of_512_tokens_fit"),
-        pytest.param(choice_of(8192, length=163840), 102, 3, id="or_of_102"),
-        pytest.param(choice_of(8, length=32 << 20), 1, 264, id="one_token_always_fits"),
+        pytest.param(choice_of(1), 1, 256, 4, id="no_more_splits_than_blocks"),
+        pytest.param(choice_of(64), 64, 5, 4, id="rows"),
+        pytest.param(choice_of(512), 512, 1, 4, id="prompt"),
+        pytest.param(choice_of(8192), 512, 1, 4, id="the_scores_of_512_tokens_fit"),
+        pytest.param(choice_of(8192, length=163840), 102, 3, 20, id="or_of_102"),
+        pytest.param(choice_of(8, length=32 << 20), 1, 264, 4096, id="one_token_always_fits"),
+        pytest.param(choice_of(8, length=16384), 8, 33, 1, id="two_chunks_are_one_part"),
     ],
 )
-def test_scores_in_memory(call: IndexTopkArgs, tokens: int, splits: int) -> None:
+def test_scores_in_memory(call: IndexTopkArgs, tokens: int, splits: int, parts: int) -> None:
     with compiling_for(H200):
         assert index_launch.most_tokens(call) == tokens
         assert index_launch.scores_config(call).splits == splits
     length = 16 * call.page_table.shape[1]
-    assert index_launch.workspace(call) == 4 * tokens * length
+    assert index_launch.parts_of(call) == (parts, 8192 if parts > 1 else length)
+    listed = parts * 2048 * 8 if parts > 1 else 0
+    assert index_launch.workspace(call) == tokens * (4 * length + listed)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
