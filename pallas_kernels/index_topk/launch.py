@@ -23,9 +23,9 @@ MOST_TOKENS = 1024  # of a launch, which then fills the GPU several times
 # the next one. Estimated from the compiler's report, not measured.
 CTAS_OF_SM = 2
 CHUNK = 8192  # scores that a CTA looks at in one iteration: 16 of a thread
-# Of scores in a part of a long context, at least so many times the K that are chosen from it: a CTA
-# would choose from 131,072 scores in about 160 us (estimated, not measured), and 16 CTAs of parts,
-# then one from 4 chunks of those that they have chosen, do so in 45.
+# A part of a long context has at least so many times K scores. Estimated, not measured: one CTA
+# would choose from 131,072 scores in 160 us; 16 CTAs, each with a part, and then one with the
+# scores that they have chosen take 45 us.
 PART = 4
 
 
