@@ -43,6 +43,7 @@ from pallas_kernels.sparse_attention import api as sparse_attention
 from pallas_kernels.sparse_attention.ref import SparseAttentionArgs
 from pallas_kernels.sparse_latent import api as sparse_latent
 from pallas_kernels.sparse_latent.ref import SparseLatentArgs
+from pallas_kernels.ssd_prefill import api as ssd_prefill
 
 MOST_PAGES = 1 << 20  # of a sequence: its context has as many splits as any
 # Tokens of a step whose prompts may have few, as the others are decode rows.
@@ -233,14 +234,15 @@ def convolved_bytes(config: ConvolvedAttentionConfig, step: StepShape) -> int:
 
 
 def mamba2_bytes(config: Mamba2Config, step: StepShape) -> int:
-    """For each chunk and head, in float32, some 4 matrices of chunk by chunk, 6 of keys and 6 of
-    inputs.
+    """The bytes of the convolution and of the scan, and the channels between them, twice: those of
+    prompts after decode rows are copied.
     """
     if not step.num_prompts:
         return 0
     channels = sum(config.channels.widths)
     conv = _conv_bytes(step, channels, config.conv_width)
-    scan = _scan_bytes(step, config.num_heads, config.state_dim, config.head_dim)
+    heads = (config.num_heads, config.head_dim, config.state_dim)
+    scan = _scan_bytes(step, channels, heads, has_steps=True)
     return conv + scan + 2 * step.x.shape[0] * channels * step.x.dtype.itemsize
 
 
@@ -250,7 +252,8 @@ def lightning_bytes(config: LightningConfig, step: StepShape) -> int:
     """
     if not step.num_prompts:
         return 0
-    scan = _scan_bytes(step, config.num_heads, config.head_dim, config.head_dim)
+    heads = (config.num_heads, config.head_dim, config.head_dim)
+    scan = _scan_bytes(step, 3 * config.inner, heads, has_steps=False)
     return scan + 6 * 4 * step.x.shape[0] * config.inner
 
 
@@ -285,9 +288,20 @@ def _num_chunks(step: StepShape) -> int:
     return step.x.shape[0] // CHUNK + step.num_prompts
 
 
-def _scan_bytes(step: StepShape, heads: int, keys: int, inputs: int) -> int:
-    """The arrays of ``nn.mixers.ssd`` for so many heads, with these widths."""
-    return 4 * _num_chunks(step) * CHUNK * heads * (4 * CHUNK + 6 * keys + 6 * inputs)
+def _scan_bytes(
+    step: StepShape, channels: int, heads: tuple[int, int, int], *, has_steps: bool
+) -> int:
+    """The workspace of ``ssd_prefill`` with states of so many heads, inputs and columns."""
+    of, (tokens, _), float32 = jax.ShapeDtypeStruct, step.x.shape, jnp.dtype(jnp.float32)
+    call: dict[str, Any] = {
+        "mixed": of((tokens, channels), step.x.dtype),
+        "steps": of((tokens, heads[0]), step.x.dtype) if has_steps else None,
+        "decay": of((3, heads[0]), float32),
+        "states": of((1, *heads), float32),
+    }
+    args = ssd_prefill.SsdPrefillArgs(**call, **_row_indices(step.num_prompts))
+    op = ssd_prefill.OP
+    return workspace_of(op, step.platform, args, step.pins.of(op.name))
 
 
 def _conv_bytes(
