@@ -55,6 +55,41 @@ def test_attention_of_each_variant_is_the_same(variant: int) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((1, 1), 16), ((5, 5), 48), ((6, 2), 64), ((8, 1), 256), ((70, 2), 32)]
+)
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_a_token_attends_alike_alone_and_among_others(
+    variant: int, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    """Tokens of a prompt go through blocks of keys together: the bits are those of a decode row.
+
+    Keys behind a token's context hold NaN.
+    """
+    (num, kv), (length, tokens) = heads, (83, 50)
+    rng = np.random.default_rng(7)
+    q = rng.standard_normal((tokens + 3, num, head_dim), np.float32)  # three of no row
+    k, v = (rng.standard_normal((8, 16, kv, head_dim), np.float32) for _ in range(2))
+    table = (1 + rng.permutation(6))[None].astype(np.int32)
+    k[table[0, 5], 3:] = v[table[0, 5], 3:] = np.nan
+    sinks = rng.standard_normal(num).astype(np.float32)
+    attend = jax.jit(lambda *arrays: _attend(*arrays, sinks, 0.3, window))
+    rows, pools = (table, np.array([length], np.int32)), (k, v)
+    together = attend(q, *pools, *rows, np.array([0, tokens], np.int32))
+    lens = np.arange(length - tokens + 1, length + 1, dtype=np.int32)
+    alone = attend(q[:tokens], *pools, table.repeat(tokens, 0), lens, np.zeros(0, np.int32))
+    np.testing.assert_array_equal(together[:tokens], alone)
+    assert not np.any(together[tokens:])
+    of_heads = np.repeat(np.arange(kv), num // kv)
+    keys, values = (pool[table[0]].reshape(-1, kv, head_dim)[:, of_heads] for pool in pools)
+    for token, end in ((0, lens[0]), (tokens - 1, length)):
+        begin = 0 if window is None else max(end - window, 0)
+        scores = 0.3 * np.einsum("NH,KNH->NK", q[token], keys[begin:end])
+        p = jax.nn.softmax(np.concatenate((scores, sinks[:, None]), axis=1), axis=1)
+        expected = np.einsum("NK,KNH->NH", p[:, :-1], values[begin:end])
+        np.testing.assert_allclose(together[token], expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("by_output", [False, True])
 @pytest.mark.parametrize("size", [(1, 16), (203, 133), (517, 2100)])
 def test_a_row_of_the_fixed_gemm_depends_on_no_other(

@@ -213,6 +213,26 @@ ffi::Error FixedGemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   return ffi::Error::Success();
 }
 
+// Consecutive tokens of a row that go through its keys together.
+struct TokenTile {
+  int64_t row, first, count, length;  // the context of the first token
+};
+
+// The tiles of a step's tokens. Without starts each row is one token, its context's last; else those
+// of a row end with its context, and the tokens behind all rows are padding, which has no tile.
+std::vector<TokenTile> TilesOfTokens(const int32_t* lengths, int64_t rows, const int32_t* starts,
+                                     int64_t most) {
+  std::vector<TokenTile> tiles;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t begin = starts == nullptr ? row : starts[row];
+    const int64_t end = starts == nullptr ? row + 1 : starts[row + 1];
+    for (int64_t first = begin; first < end; first += most) {
+      tiles.push_back({row, first, std::min(most, end - first), lengths[row] - (end - 1 - first)});
+    }
+  }
+  return tiles;
+}
+
 // Attention of rows of queries over pages; see paged_prefill.api. Without starts (an empty array)
 // each row is one query, its context's last token: see attend_ref.
 ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> keys,
@@ -225,25 +245,27 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<
   const Pages pages{keys.typed_data(), values.typed_data(), dims[1], dims[2], dims[3]};
   const int64_t tokens = q.dimensions()[0], heads = q.dimensions()[1];
   const int64_t rows = lengths.dimensions()[0], width = table.dimensions()[1];
-  const int64_t group = heads / pages.heads;
+  const int64_t group = heads / pages.heads, stride = heads * pages.head_dim;
   const int32_t* start = starts.element_count() == 0 ? nullptr : starts.typed_data();
-  auto attend = [&](int64_t unit) {
-    const int64_t token = unit / pages.heads, kv_head = unit % pages.heads;
-    const int64_t at = (token * heads + kv_head * group) * pages.head_dim;
-    int64_t row = token, length = 0;
-    if (start == nullptr) {
-      length = lengths.typed_data()[row];
-    } else {
-      row = std::upper_bound(start, start + rows + 1, (int32_t)token) - start - 1;
-      if (row < rows) length = lengths.typed_data()[row] - (start[row + 1] - 1 - token);
+  const float* sink = sinks.element_count() == 0 ? nullptr : sinks.typed_data();
+  const int64_t most = std::clamp<int64_t>(kMostQueries / group, 1, kMostAttending);
+  const auto tiles = TilesOfTokens(lengths.typed_data(), rows, start, most);
+  const int64_t padding = start == nullptr ? tokens : start[rows];
+  std::fill(result->typed_data() + padding * stride, result->typed_data() + tokens * stride, 0.f);
+  const int64_t units = tiles.size() * pages.heads;
+  ParallelFor(pool, units, [&](int64_t unit) {
+    const int64_t last = units - 1 - unit;  // the longest context of a prompt first
+    const TokenTile& tile = tiles[last / pages.heads];
+    const int64_t kv_head = last % pages.heads;
+    for (int64_t i = kv_head * group; i < (kv_head + 1) * group; i += kMostQueries) {
+      const int64_t at = tile.first * stride + i * pages.head_dim;
+      variant.attend({&pages, table.typed_data() + tile.row * width, kv_head, tile.count,
+                      std::max<int64_t>(tile.length, 0), window,
+                      std::min((kv_head + 1) * group - i, kMostQueries), stride,
+                      q.typed_data() + at, sink == nullptr ? nullptr : sink + i,
+                      result->typed_data() + at, scale});
     }
-    const int64_t oldest = window > 0 ? std::max<int64_t>(length - window, 0) : 0;
-    const int32_t* own = length > 0 ? table.typed_data() + row * width : nullptr;
-    const float* sink = sinks.element_count() == 0 ? nullptr : sinks.typed_data() + kv_head * group;
-    variant.attend(pages, kv_head, own, oldest, length, q.typed_data() + at, group, sink, scale,
-                   result->typed_data() + at);
-  };
-  ParallelFor(pool, tokens * pages.heads, attend);
+  });
   return ffi::Error::Success();
 }
 

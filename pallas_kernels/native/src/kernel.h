@@ -17,6 +17,14 @@
 
 #include <cstdint>
 
+#ifdef NO_UNROLL
+#define UNROLL
+#elif defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace jaxinfer {
 
 constexpr int kLanes = 16;      // outputs of a tile
@@ -101,12 +109,22 @@ struct Pages {
   int64_t page_size, heads, head_dim;
 };
 
-// Attention of one query and the queries that share its kv head: q and out [queries, head_dim].
-// The context is positions oldest to length - 1; position p is in page table[p / page_size]. Sinks are
-// the queries' scores of a key without a value, or null.
-using AttendFunction = void (*)(const Pages&, int64_t head, const int32_t* table, int64_t oldest,
-                                int64_t length, const float* q, int64_t queries, const float* sinks,
-                                float scale, float* out);
+// Attention of consecutive tokens of a row, each with the queries that share a kv head. Position p is
+// in page table[p / page_size].
+struct AttendCall {
+  const Pages* pages;
+  const int32_t* table;
+  int64_t head;            // of keys and values
+  int64_t tokens, length;  // the context of the first token, with itself; 0: it yields zeros
+  int64_t window;          // the last positions that a token sees; 0: all
+  int64_t group, stride;   // queries of a token, and floats from one token to the next
+  const float *q, *sinks;  // the sinks [group] are scores of a key without a value, or null
+  float* out;
+  float scale;
+};
+constexpr int64_t kMostQueries = 32;  // of a call
+constexpr int64_t kMostAttending = 16;  // tokens of a call; each sees some blocks that others do not
+using AttendFunction = void (*)(const AttendCall&);
 
 // One draw: see sample.api.
 struct DrawCall {
