@@ -1476,10 +1476,14 @@ def tiny_config(name: str) -> dict[str, Any]:
 
 def random_params(model: Model, seed: int = 0) -> Params:
     """Random values so large that every part affects the logits and greedy choices are clear."""
-    rng = np.random.default_rng(seed)
+    rng, leaves = np.random.default_rng(seed), abstract_params(model)
 
     def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].key
+        if name == "expert_table":  # distinct experts of each token
+            count = leaves[path[0].key]["router"].shape[0]
+            first = rng.integers(count, size=(leaf.shape[0], 1))
+            return jnp.asarray((first + np.arange(leaf.shape[1])) % count, leaf.dtype)
         noise = rng.standard_normal(leaf.shape, np.float32)
         if "norm" in name:
             noise = 1.0 + 0.2 * noise
@@ -1490,4 +1494,4 @@ def random_params(model: Model, seed: int = 0) -> Params:
             noise = noise * (0.15 if name in SMALL else 1.5) / inputs**0.5
         return jnp.asarray(noise, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, abstract_params(model))
+    return jax.tree_util.tree_map_with_path(draw, leaves)
