@@ -190,10 +190,10 @@ class ExpertsConfig(FeedForwardSpec):
 
     ``bias`` says that experts have biases (or their "sum" has one), ``router_bias`` that logits do,
     ``choice_bias`` that the scores by which experts are chosen have them, ``by_id`` that a table
-    of token ids has a token's experts (the decoder then has a ``TokenIdsConfig``), ``expert_scale`` that weights are multiplied by
-    a parameter of each expert. ``shared`` is a network that every token
-    uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and it is
-    multiplied by ``shared_scale``. With ``weighs_inputs`` a token is multiplied by its weight
+    of token ids has a token's experts (the decoder then has a ``TokenIdsConfig``), ``expert_scale``
+    that weights are multiplied by a parameter of each expert. ``shared`` is a network that every
+    token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and
+    it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token is multiplied by its weight
     before the expert instead of after it (Llama 4). Choices from ``count`` on are of
     ``zero_experts``, which return the token itself, without ``zero_keeps`` zeros. With ``latent``
     experts read a projection of the token to that width, and their sum is projected back.
