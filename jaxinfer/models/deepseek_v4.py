@@ -59,8 +59,12 @@ _FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     *(("n_shared_experts", (1,)), ("norm_topk_prob", (True,)), ("topk_method", ("noaux_tc",))),
     ("scoring_func", ("sqrtsoftplus", "sigmoid")),
 )
+_UNUSED = (  # of training, and of layers that there may be none of
+    *("router_jitter_noise", "compress_rates", *(key for key, _ in _RATES.values())),
+    *("index_n_heads", "index_head_dim", "index_topk"),
+)
 _MAGNITUDE = 2.0  # of the weights of blocks' outputs
-_NAMES = TensorNames(embed="embed", final_norm="norm", head="head")
+_NAMES = TensorNames(embed="embed", final_norm="model.norm", head="head")
 _EXPERTS = ExpertTensors(
     router="ffn.gate",
     gate="ffn.experts.{}.w1",
@@ -71,11 +75,14 @@ _EXPERTS = ExpertTensors(
 _SHARED = TensorNames(
     into=("ffn.shared_experts.w1", "ffn.shared_experts.w3"), down="ffn.shared_experts.w2"
 )
+
+
 def _config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     for key, values in _FIXED:
         hf.supported_only(config, key, *values)
-    config.get("router_jitter_noise")  # of training
+    for key in _UNUSED:
+        config.get(key)
     if (experts := config.get("expert_dtype")) not in (None, "fp8"):
         raise ConfigError(
             f"config key 'expert_dtype' is {experts!r}, and the experts of this family are read in "
@@ -258,7 +265,7 @@ def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     specs = outer_specs(config, names=_NAMES)
     streams, width = config.residual.num_streams, config.stream_width
     for i, layer in enumerate(config.layers):
-        path, source = f"layers_{i}/", f"layers.{i}."
+        path, source = f"layers_{i}/", f"model.layers.{i}."
         assert isinstance(mixer := layer.mixer, CompressedAttentionConfig)
         assert isinstance(ffn := layer.ffn, ExpertsConfig) and ffn.shared is not None
         specs += _mixer_specs(path, f"{source}attn.", mixer, config.hidden_size)
@@ -331,7 +338,7 @@ def _mixer_specs(
     yield from _window_specs(path, source, names, own, c.head_dim, width)
     if (index := own.indexer) is None:
         return
-    names = "index", "indexer.compressor."
+    names = "index_compress", "indexer.compressor."
     yield from _window_specs(path, source, names, own, index.head_dim, width)
     queries = (c.query_rank, index.num_heads * index.head_dim)
     linears = [Linear("index_q", ("indexer.wq_b",), queries, (None, None), bias=False)]
@@ -351,8 +358,7 @@ def _window_specs(
 ) -> Iterator[ParamSpec]:
     """The parameters of windows that become entries or keys of ``head_dim`` components."""
     (own, start), outputs = names, c.num_series * head_dim
-    matrix = own if own == "compress" else f"{own}_compress"
-    yield _joined(path + matrix, source + start, width, wkv=outputs, wgate=outputs)
+    yield _joined(path + own, source + start, width, wkv=outputs, wgate=outputs)
     yield _floats(f"{path}{own}_bias", f"{source}{start}ape", (c.ratio, outputs))
     yield _floats(f"{path}{own}_norm", f"{source}{start}norm.weight", (head_dim,))
 
