@@ -330,6 +330,7 @@ COMPRESSED = merged(  # more whole windows than the indexer chooses, a window le
     index_head_dim=12,
     index_topk=3,
     max_position_embeddings=64,
+    compress_rope_theta=100.0,
     partial_rotary_factor=0.5,
     swiglu_limit=2.0,
     rope_parameters=merged(
