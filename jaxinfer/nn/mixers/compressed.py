@@ -32,6 +32,7 @@ from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import Matmul, param, take_rows, weight
 from pallas_kernels.index_topk.api import IndexTopkArgs, index_topk
 from pallas_kernels.kv_append.xla import written
+from pallas_kernels.lib.context_scores import KEYS_PER_BLOCK, block_pages, padded_table
 from pallas_kernels.lib.numerics import mean_last, rms_norm, rotate
 from pallas_kernels.lib.token_tiles import by_tiles, wide_einsum
 
@@ -248,25 +249,78 @@ def attended(
         *reads: jax.Array,
     ) -> jax.Array:  # [W, N, H]
         found = [_read(near, rows, at[:, None] - jnp.arange(window))]
-        if far is not None:
-            (own,) = reads
-            if own.ndim == 1:
-                every = jnp.arange(far.length)
-                own = jnp.where(every < own[:, None], every, -1)
-            found.append(_read(far, rows, own))
+        if far is not None and reads[0].ndim == 2:
+            found.append(_read(far, rows, reads[0]))
         entries, seen = (jnp.concatenate(both, axis=1) for both in zip(*found, strict=True))
-        return _softmax(q, entries.astype(q.dtype), seen, sinks, scale)
+        own = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (*q.shape[:2], 1))
+        softmax = _Softmax(own, jnp.ones_like(own), jnp.zeros(q.shape, jnp.float32))
+        softmax = softmax.after(q, entries, seen, scale)
+        if far is not None and reads[0].ndim == 1:
+            softmax = _after_all(softmax, q, far, rows, reads[0], scale)
+        return (softmax.mixed / softmax.sums).astype(q.dtype)
 
     given = (q, rows, at) if reads is None else (q, rows, at, reads)
-    return by_tiles(of_tile, given, _most_tokens(q, window, far, reads))
+    chosen = 0 if reads is None or reads.ndim == 1 else reads.shape[1]
+    return by_tiles(of_tile, given, tile_tokens(q.shape[2], window + chosen))
 
 
-def _most_tokens(q: jax.Array, window: int, far: Pool | None, reads: jax.Array | None) -> int:
-    """The tokens of a tile, whose entries take ``TILE_BYTES``."""
-    count = window
-    if far is not None and reads is not None:
-        count += far.length if reads.ndim == 1 else reads.shape[1]
-    return TILE_BYTES // (4 * q.shape[2] * count)
+def tile_tokens(width: int, count: int) -> int:
+    """The tokens of a tile that read so many entries of this width at a time."""
+    return max(1, TILE_BYTES // (4 * width * max(count, KEYS_PER_BLOCK)))
+
+
+class _Softmax(NamedTuple):
+    """A running softmax of some tokens' scores, and the sum of entries with its weights."""
+
+    most: jax.Array  # float32[W, N, 1]
+    sums: jax.Array  # float32[W, N, 1]
+    mixed: jax.Array  # float32[W, N, H]
+
+    def after(
+        self,
+        q: jax.Array,  # [W, N, H]
+        entries: jax.Array,  # [W, K, H]
+        seen: jax.Array,  # bool[W, K]
+        scale: float,
+    ) -> _Softmax:
+        """The softmax after further entries, as far as they are seen."""
+        entries = jnp.where(seen[..., None], entries, 0).astype(q.dtype)  # unwritten may be NaN
+        scores = wide_einsum("WNH,WKH->WNK", q, entries) * scale
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        most = jnp.maximum(self.most, jnp.max(scores, axis=2, keepdims=True))
+        p, old = jnp.exp(scores - most), jnp.exp(self.most - most)
+        sums = old * self.sums + jnp.sum(p, axis=2, keepdims=True)
+        mixed = wide_einsum("WNK,WKH->WNH", p.astype(q.dtype), entries)
+        return _Softmax(most, sums, old * self.mixed + mixed)
+
+
+def _after_all(
+    softmax: _Softmax,
+    q: jax.Array,  # [W, N, H]
+    far: Pool,
+    rows: jax.Array,  # int32[W]
+    lens: jax.Array,  # int32[W]
+    scale: float,
+) -> _Softmax:
+    """The softmax after the first entries of each token's row, some pages at a time."""
+    size = far.entries.shape[1]
+    block = block_pages(size)
+    ids = jnp.take(padded_table(far.page_table, block), rows, axis=0, mode="clip")
+    ids = ids.reshape(len(ids), -1, block).swapaxes(0, 1)  # [blocks, W, pages]
+    starts = jnp.arange(len(ids), dtype=jnp.int32) * (block * size)
+
+    def read(softmax: _Softmax, one: tuple[jax.Array, jax.Array]) -> _Softmax:
+        start, pages = one
+        entries = far.entries.at[pages].get(mode="clip").reshape(len(q), block * size, -1)
+        seen = start + jnp.arange(block * size) < lens[:, None]
+        return softmax.after(q, entries, seen, scale)
+
+    def step(softmax: _Softmax, one: tuple[jax.Array, jax.Array]) -> tuple[_Softmax, None]:
+        is_read = one[0] < jnp.max(lens)
+        return jax.lax.cond(is_read, read, lambda softmax, _: softmax, softmax, one), None
+
+    # a scan, since a loop whose number of blocks is not known has no gradient
+    return jax.lax.scan(step, softmax, (starts, ids))[0]
 
 
 def _read(
@@ -274,28 +328,10 @@ def _read(
     rows: jax.Array,  # int32[W]
     positions: jax.Array,  # int32[W, K]
 ) -> tuple[jax.Array, jax.Array]:  # [W, K, H], bool[W, K]
-    """The entries of these rows at these positions, zeros where they are negative."""
-    seen, at = positions >= 0, jnp.maximum(positions, 0)
-    size = jnp.int32(pool.entries.shape[1])
+    """The entries of these rows at these positions, and which positions are not negative."""
+    at, size = jnp.maximum(positions, 0), jnp.int32(pool.entries.shape[1])
     ids = pool.page_table.at[rows[:, None], jax.lax.div(at, size)].get(mode="clip")
-    found = pool.entries.at[ids, jax.lax.rem(at, size)].get(mode="clip")
-    # 0 * NaN is NaN, and unwritten slots may hold NaN
-    return jnp.where(seen[..., None], found, 0), seen
-
-
-def _softmax(
-    q: jax.Array,  # [W, N, H]
-    entries: jax.Array,  # [W, K, H]
-    seen: jax.Array,  # bool[W, K]
-    sinks: jax.Array,  # float32[N]
-    scale: float,
-) -> jax.Array:  # [W, N, H]
-    """Attention to the entries that are seen and to a sink, whose value is zero."""
-    scores = wide_einsum("WNH,WKH->WNK", q, entries) * scale
-    scores = jnp.where(seen[:, None], scores, -jnp.inf)
-    own = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (*scores.shape[:2], 1))
-    p = jax.nn.softmax(jnp.concatenate((scores, own), axis=2), axis=2)[..., :-1]
-    return wide_einsum("WNK,WKH->WNH", p.astype(q.dtype), entries).astype(q.dtype)
+    return pool.entries.at[ids, jax.lax.rem(at, size)].get(mode="clip"), positions >= 0
 
 
 def _own_entries(
