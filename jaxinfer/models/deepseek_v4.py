@@ -20,7 +20,6 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.deepseek_v4_parts import OTHER_NAMES
 from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, experts_per_token
 from jaxinfer.models.gqa import outer_specs
 from jaxinfer.models.hf_keys import REMOVE_KEY
@@ -120,7 +119,7 @@ def _layer_types(config: Mapping[str, Any]) -> list[str]:
     count, ratios = hf.positive_int(config, "num_hidden_layers"), config.get("compress_ratios")
     kinds = config.get("layer_types")
     if kinds is None and ratios is not None:
-        listed = ratios if isinstance(ratios, list | tuple) else [None]
+        listed: list[Any] = [*ratios] if isinstance(ratios, list | tuple) else [None]
         if len(listed) < count or not all(one in (*_BY_RATIO,) for one in listed):
             raise ConfigError(
                 f"config key 'compress_ratios' must hold 0, 4 or 128 for each of the {count} "
@@ -381,6 +380,9 @@ FAMILY = ModelFamily(
     config_from_hf=_config_from_hf,
     param_specs=_param_specs,
     ignored_tensors=(r"head\.weight",),
-    other_names=OTHER_NAMES,
-    stacked_experts=True,
+    other_names=(  # as transformers saves them, which reverses its reading of published names
+        (r"^model\.embed_tokens\.", "embed."),
+        (r"^model\.hc_head\.hc_", "hc_head_"),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+    ),
 )

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 through the whole engine: windows, entries of 4 and of 8 tokens, experts of token ids.
+"""DeepSeek-V4 through the whole engine: windows, entries of 4 and 8 tokens, experts of token ids.
 
 The tokens are those of the dense form at each border of a window, an entry and a page, whatever the
 engine does with the requests.
