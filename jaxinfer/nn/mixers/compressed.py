@@ -22,6 +22,7 @@ from jaxinfer.nn.mixers.compressed_spec import (
     NEAR,
     OPEN,
     OPEN_KEY,
+    TILE_BYTES,
     CompressedAttentionConfig,
     CompressorConfig,
 )
@@ -32,11 +33,9 @@ from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import Matmul, param, take_rows, weight
 from pallas_kernels.index_topk.api import IndexTopkArgs, index_topk
 from pallas_kernels.kv_append.xla import written
-from pallas_kernels.lib.context_scores import KEYS_PER_BLOCK, block_pages, padded_table
+from pallas_kernels.lib.context_scores import block_pages, padded_table
 from pallas_kernels.lib.numerics import mean_last, rms_norm, rotate
 from pallas_kernels.lib.token_tiles import by_tiles, wide_einsum
-
-TILE_BYTES = 64 << 20  # of the entries that a tile of tokens gathers, in float32
 
 
 class _Tokens(NamedTuple):
@@ -117,8 +116,8 @@ class CompressedAttention(nn.Module):
             far = Pool(arrays[FAR], place.pages[1].page_table)
             reads = self._reads(c.compressor, tokens, arrays, place, ctx, only)
         of_rows, at = (x if only is None else x[only] for x in _own_entries(place, ctx.positions))
-        sinks, static = param(self, "sinks"), {"window": c.window, "scale": c.scale}
-        out = attended(tokens.q, near, far, reads, sinks, of_rows, at, **static)
+        static = {"window": c.window, "at_once": c.entries_at_once, "scale": c.scale}
+        out = attended(tokens.q, near, far, reads, param(self, "sinks"), of_rows, at, **static)
         x = stream.x if only is None else stream.take(only)
         return x, self._output(out, ctx, only), None if place.is_dense else arrays
 
@@ -224,7 +223,7 @@ class CompressedAttention(nn.Module):
         return block_output(out.reshape(len(out), -1), weight(self, "o_b"), ctx)
 
 
-@partial(jax.jit, static_argnames=("window", "scale"))  # one trace serves every layer
+@partial(jax.jit, static_argnames=("window", "at_once", "scale"))  # one trace serves every layer
 def attended(
     q: jax.Array,  # [T, N, H]
     near: Pool,
@@ -235,6 +234,7 @@ def attended(
     at: jax.Array,  # int32[T]: each token's own entry among those of its row in ``near``; -1: none
     *,
     window: int,
+    at_once: int,  # entries that a token reads at a time
     scale: float,
 ) -> jax.Array:  # [T, N, H]
     """Attention of each token to its last ``window`` entries of ``near`` and to those of ``far``
@@ -260,13 +260,7 @@ def attended(
         return (softmax.mixed / softmax.sums).astype(q.dtype)
 
     given = (q, rows, at) if reads is None else (q, rows, at, reads)
-    chosen = 0 if reads is None or reads.ndim == 1 else reads.shape[1]
-    return by_tiles(of_tile, given, tile_tokens(q.shape[2], window + chosen))
-
-
-def tile_tokens(width: int, count: int) -> int:
-    """The tokens of a tile that read so many entries of this width at a time."""
-    return max(1, TILE_BYTES // (4 * width * max(count, KEYS_PER_BLOCK)))
+    return by_tiles(of_tile, given, TILE_BYTES // (4 * q.shape[2] * at_once))
 
 
 class _Softmax(NamedTuple):

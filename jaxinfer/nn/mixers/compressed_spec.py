@@ -39,12 +39,14 @@ import jax.numpy as jnp
 from jaxinfer.nn.block import BlockSpec, StepShape, part
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import Entry, LayerState, PagedKind
+from pallas_kernels.lib.context_scores import KEYS_PER_BLOCK
 
 if TYPE_CHECKING:
     import flax.linen as nn
 
 NEAR, FAR, KEY = "kv", "compressed", "index_key"  # entries of pages: of a token, of a window
 OPEN, OPEN_KEY = "open", "open_key"  # those of a sequence: its unfinished windows
+TILE_BYTES = 64 << 20  # of the entries that a tile of tokens gathers, in float32
 TRIPLE = 3  # maximum, sum and weighted sum of a running softmax: see ``nn.mixers.windows``
 
 
@@ -111,6 +113,15 @@ class CompressedAttentionConfig(BlockSpec):
         """The factor of scores."""
         return self.head_dim**-0.5
 
+    @property
+    def entries_at_once(self) -> int:
+        """The most entries that a token reads at a time, in contexts of any length."""
+        if (c := self.compressor) is None:
+            return self.window
+        if c.indexer is None:
+            return max(self.window, KEYS_PER_BLOCK)
+        return self.window + c.indexer.top_k
+
     def for_context(self, length: int) -> CompressedAttentionConfig:
         """See ``MixerSpec``."""
         return replace(self, rope=self.rope.for_context(length))
@@ -135,6 +146,10 @@ class CompressedAttentionConfig(BlockSpec):
             windows.append(c.open_windows(OPEN_KEY, index.head_dim))
         far = PagedKind(tuple(entries), tokens_per_entry=c.ratio)
         return LayerState((near, far), tuple(windows), align=c.ratio)
+
+    def with_pages(self, dtype: jnp.dtype) -> None:
+        """See ``MixerSpec``; entries of 8 bits have no form yet."""
+        del dtype
 
     def points(self) -> Mapping[str, tuple[int, ...]]:
         """See ``MixerSpec``."""
