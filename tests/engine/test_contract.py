@@ -180,7 +180,7 @@ def test_snapshots_run_out(name: str, num_snapshots: int) -> None:
     assert cached > 0
 
 
-@pytest.mark.parametrize("name", ["all", "two streams", "windows"])
+@pytest.mark.parametrize("name", ["all", "two streams"])
 def test_a_split_step_reads_and_saves_rows(name: str) -> None:
     """As on a GPU, where a prompt's step is two executables."""
     served = engine(name, platform="gpu")

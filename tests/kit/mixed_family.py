@@ -267,7 +267,7 @@ def mixed_decoder(*kinds: str) -> DecoderSpec:
         "compressed": CompressedSpec(),
         "recurrent": RecurrentSpec(),
         "aligned": RecurrentSpec(align=8),
-        "windows": compressed_attention(CompressorConfig(ratio=8)),
+        "windows": compressed_attention(CompressorConfig(ratio=16)),
         "chosen": compressed_attention(CompressorConfig(ratio=4, indexer=INDEXER)),
     }
     dense = FeedForwardConfig(width=48, activation="silu", gated=True)
@@ -314,7 +314,7 @@ ARRAYS = {  # of each kind of layer; a weight of which nothing else is said is a
         "o_a": ArraySpec((2, 8, 8), ("heads", None, None)),
         "o_b": ArraySpec((16, D), ("heads", None)),
         "compress": ArraySpec((D, 16), (None, None)),
-        "compress_bias": ArraySpec((8, 8), (None, None)),
+        "compress_bias": ArraySpec((16, 8), (None, None)),
         "compress_norm": ArraySpec((8,), (None,)),
     },
     "dense": {

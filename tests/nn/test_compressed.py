@@ -25,15 +25,18 @@ from jaxinfer.nn.state import state_layout
 from pallas_kernels.harness.pins import ALL_XLA
 
 D, LENGTH, WINDOW = 24, 53, 7
-PAGE_SIZE, MAX_PAGES, NUM_SEQS = 2, 32, 4
+MAX_PAGES, NUM_SEQS = 64, 4
 SINK, SNAPSHOTS = NUM_SEQS, NUM_SEQS + 1  # state rows: that of padding, then snapshots
 DECODES, TOKENS, PREFILLS, NUM_SAVES = 2, 24, 2, 2  # of the bucket of every step
 INDEXER = EntryIndexerConfig(num_heads=12, head_dim=8, top_k=3)
 CONFIGS = {
     "window": None,
     "all windows": CompressorConfig(ratio=8),
+    "windows in pieces": CompressorConfig(ratio=16),
+    "windows of several pages": CompressorConfig(ratio=16),
     "chosen windows": CompressorConfig(ratio=4, indexer=INDEXER),
 }
+PAGE_SIZES = dict.fromkeys(CONFIGS, 2) | {"windows of several pages": 1}
 
 
 def config_of(name: str) -> CompressedAttentionConfig:
@@ -130,27 +133,28 @@ def nan_state(name: str) -> dict[str, jax.Array]:
     """A layer's arrays, in which every value is NaN until it is written."""
     layout = state_layout([config_of(name).state(jnp.dtype(jnp.float32))])
     pools, num_pages = len(layout.bytes_per_entry), 1 + NUM_SEQS * MAX_PAGES
-    arrays = layout.abstract((num_pages,) * pools, PAGE_SIZE, SNAPSHOTS + 8)
+    arrays = layout.abstract((num_pages,) * pools, PAGE_SIZES[name], SNAPSHOTS + 8)
     return layout.layers[0].take(tuple(jnp.full(x.shape, jnp.nan, x.dtype) for x in arrays))
 
 
 def pages_of(rows: list[Row], of_token: Any, positions: Any, real: Any, name: str) -> Any:
     """The pages of each kind, as ``exec.step.batch`` makes them."""
+    size = PAGE_SIZES[name]
     begins, ends = (np.array([row[i] for row in rows]) for i in (1, 2))
     found = []
     for kind in config_of(name).state(jnp.dtype(jnp.float32)).paged:
         each, table = kind.tokens_per_entry, np.zeros((len(rows), MAX_PAGES), np.int32)
         first = np.zeros(len(rows), np.int32)
         if kind.window is not None:
-            first = np.maximum(begins - kind.window + 1, 0) // PAGE_SIZE
+            first = np.maximum(begins - kind.window + 1, 0) // size
         for i, row in enumerate(rows):
             own = row.seq.pages[first[i] :] if row is not EMPTY else np.zeros(0, np.int32)
             table[i, : len(own)] = own
         entry = positions // each
-        page = np.maximum(entry // PAGE_SIZE - first[of_token], 0)
-        slots = table[of_token, page] * PAGE_SIZE + entry % PAGE_SIZE
+        page = np.maximum(entry // size - first[of_token], 0)
+        slots = table[of_token, page] * size + entry % size
         slots = np.where(real & (positions % each == each - 1), slots, 0)
-        lens = ends // each - first * PAGE_SIZE
+        lens = ends // each - first * size
         found.append(Pages(*(jnp.asarray(part, jnp.int32) for part in (slots, table, lens))))
     return tuple(found)
 
@@ -220,7 +224,7 @@ def test_steps_equal_the_dense_form(name: str) -> None:
     expected = {seq.slot: dense(name, seq.x) for seq in (a, b, c, again)}
     state, first = nan_state(name), SNAPSHOTS
     steps: list[tuple[list[Row], list[Row]]] = [
-        ([], [Row(a, 0, 19, saves=((8, first), (16, first + 1))), Row(b, 0, 5)]),
+        ([], [Row(a, 0, 19, saves=((16, first),)), Row(b, 0, 5)]),
         ([Row(a, 19, 20)], [Row(b, 5, 8), Row(c, 0, 21)]),
         ([Row(a, 20, 21), Row(b, 8, 9)], [Row(c, 21, 44)]),
         *[([Row(a, 21 + i, 22 + i), Row(b, 9 + i, 10 + i)], []) for i in range(18)],
@@ -230,7 +234,7 @@ def test_steps_equal_the_dense_form(name: str) -> None:
         outputs, state = run_step(name, state, decodes, prefills)
         check(outputs, decodes + prefills, expected)
     state = with_prefix(name, state, a, again, 16)
-    rows = [Row(again, 16, 30, reads=first + 1), Row(b, 28, 38)]
+    rows = [Row(again, 16, 30, reads=first), Row(b, 28, 38)]
     outputs, after = run_step(name, state, [], rows)
     check(outputs, rows, expected)
     outputs, last = run_step(name, state, [], rows, only_last=True)
@@ -258,7 +262,7 @@ def with_prefix(name: str, state: Any, source: Sequence, to: Sequence, count: in
     """The state in which a sequence has the pages of another one's first ``count`` tokens."""
     found = dict(state)
     for kind in config_of(name).state(jnp.dtype(jnp.float32)).paged:
-        pages = count // kind.tokens_per_entry // PAGE_SIZE
+        pages = count // kind.tokens_per_entry // PAGE_SIZES[name]
         for entry in kind.entries:
             own = state[entry.name][source.pages[:pages]]
             found[entry.name] = state[entry.name].at[to.pages[:pages]].set(own)

@@ -8,6 +8,7 @@ sequence.
 from __future__ import annotations
 
 from functools import partial
+from math import gcd
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -27,7 +28,7 @@ from jaxinfer.nn.mixers.compressed_spec import (
     CompressorConfig,
 )
 from jaxinfer.nn.mixers.recurrent import empty_state, whole_sequence
-from jaxinfer.nn.mixers.windows import compressed, windows_of
+from jaxinfer.nn.mixers.windows import Windows, compressed, windows_of
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import Matmul, param, take_rows, weight
@@ -66,22 +67,11 @@ class _Place(NamedTuple):
         pages = tuple([Pages(positions, table, jnp.full(1, count // n)) for n in sizes])
         return cls(whole_sequence(count), pages, is_dense=True)
 
-    def with_entries(
-        self,
-        pool: jax.Array | None,  # [P, S, H]; None in the dense form
-        entries: jax.Array,  # [X, H]
-        slots: jax.Array,  # int32[X]
-    ) -> jax.Array:  # [P, S, H]
-        """The pool with entries in these slots, or those that the sequence has."""
-        if pool is None:
-            return entries[None]
-        return jax.lax.optimization_barrier(written(pool, entries, slots))
-
 
 class Pool(NamedTuple):
-    """Entries of one kind and the pages of each row."""
+    """Entries of one kind, or pieces of them in order, and the pages of each row."""
 
-    entries: jax.Array  # [P, S, H]
+    entries: jax.Array  # [P, S, H], or [P, S, H / pieces]
     page_table: jax.Array  # int32[B, M]
 
     @property
@@ -109,7 +99,9 @@ class CompressedAttention(nn.Module):
         stream, tokens = self._projected(stream, norm, ctx, only)
         arrays = dict(state or {})
         slots = place.pages[0].slot_mapping
-        arrays[NEAR] = place.with_entries(arrays.get(NEAR), tokens.kv, slots)
+        arrays[NEAR] = (
+            tokens.kv[None] if place.is_dense else _written(arrays[NEAR], tokens.kv, slots)
+        )
         near, far, reads = Pool(arrays[NEAR], place.pages[0].page_table), None, None
         if c.compressor is not None and len(place.pages) > 1:
             arrays |= self._compressed(c.compressor, tokens.h, arrays, place, ctx)
@@ -152,7 +144,6 @@ class CompressedAttention(nn.Module):
         """
         windows = windows_of(place.rows, ctx.positions, ctx.num_decodes, c.ratio)
         angles = Angles(*rope_tables(self.config.rope, windows.number * c.ratio))
-        slots = jnp.pad(place.pages[1].slot_mapping, (0, 1))[windows.last]  # of no entry: 0
         kinds = [(FAR, OPEN, "compress")]
         kinds += [] if c.indexer is None else [(KEY, OPEN_KEY, "index_compress")]
         empty = empty_state(self.config.state(h.dtype)) if place.is_dense else arrays
@@ -172,8 +163,9 @@ class CompressedAttention(nn.Module):
             entries = rms_norm(entries, norm, self.config.norm_eps, fixed=ctx.pins.invariant)
             entries = turned(entries[:, None], angles)[:, 0].astype(h.dtype)
             if place.is_dense:
-                entries = entries[: len(h) // c.ratio]
-            found[name] = place.with_entries(arrays.get(name), entries, slots)
+                found[name] = entries[None, : len(h) // c.ratio]
+            else:
+                found[name] = _with_windows(arrays[name], entries, windows, place, c.num_pieces)
         return found
 
     def _reads(
@@ -297,16 +289,19 @@ def _after_all(
     scale: float,
 ) -> _Softmax:
     """The softmax after the first entries of each token's row, some pages at a time."""
-    size = far.entries.shape[1]
-    block = block_pages(size)
-    ids = jnp.take(padded_table(far.page_table, block), rows, axis=0, mode="clip")
+    pieces, size = q.shape[2] // far.entries.shape[2], far.entries.shape[1]
+    unit = pieces // gcd(pieces, size)  # the fewest pages with whole entries
+    table = padded_table(far.page_table, unit)
+    block = min(unit * block_pages(unit * size // pieces), table.shape[1])
+    length = block * size // pieces  # entries
+    ids = jnp.take(padded_table(table, block), rows, axis=0, mode="clip")
     ids = ids.reshape(len(ids), -1, block).swapaxes(0, 1)  # [blocks, W, pages]
-    starts = jnp.arange(len(ids), dtype=jnp.int32) * (block * size)
+    starts = jnp.arange(len(ids), dtype=jnp.int32) * length
 
     def read(softmax: _Softmax, one: tuple[jax.Array, jax.Array]) -> _Softmax:
         start, pages = one
-        entries = far.entries.at[pages].get(mode="clip").reshape(len(q), block * size, -1)
-        seen = start + jnp.arange(block * size) < lens[:, None]
+        entries = far.entries.at[pages].get(mode="clip").reshape(len(q), length, -1)
+        seen = start + jnp.arange(length) < lens[:, None]
         return softmax.after(q, entries, seen, scale)
 
     def step(softmax: _Softmax, one: tuple[jax.Array, jax.Array]) -> tuple[_Softmax, None]:
@@ -326,6 +321,28 @@ def _read(
     at, size = jnp.maximum(positions, 0), jnp.int32(pool.entries.shape[1])
     ids = pool.page_table.at[rows[:, None], jax.lax.div(at, size)].get(mode="clip")
     return pool.entries.at[ids, jax.lax.rem(at, size)].get(mode="clip"), positions >= 0
+
+
+def _written(pool: jax.Array, entries: jax.Array, slots: jax.Array) -> jax.Array:  # [P, S, H]
+    """The pool with entries [X, H] in these slots; the barrier keeps XLA from copying it."""
+    return jax.lax.optimization_barrier(written(pool, entries, slots))
+
+
+def _with_windows(
+    pool: jax.Array,  # [P, S, H / pieces]
+    entries: jax.Array,  # [X, H]
+    windows: Windows,
+    place: _Place,
+    pieces: int,
+) -> jax.Array:  # [P, S, H / pieces]
+    """The pool with the entries of the windows that the step completes."""
+    size, decodes = pool.shape[1], jnp.arange(windows.num_decodes, dtype=jnp.int32)
+    rows = jnp.concatenate((decodes, len(decodes) + windows.row))
+    at = windows.number[:, None] * pieces + jnp.arange(pieces, dtype=jnp.int32)  # [X, pieces]
+    slots = place.pages[1].page_table[rows[:, None], at // size] * size + at % size
+    is_whole = windows.last[:, None] < len(place.rows.of_token)
+    slots = jnp.where(is_whole, slots, 0).reshape(-1)
+    return _written(pool, entries.reshape(len(slots), -1), slots)
 
 
 def _own_entries(

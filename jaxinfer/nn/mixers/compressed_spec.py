@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 NEAR, FAR, KEY = "kv", "compressed", "index_key"  # entries of pages: of a token, of a window
 OPEN, OPEN_KEY = "open", "open_key"  # those of a sequence: its unfinished windows
+PIECE = 8  # tokens for which pages have a piece of a long window's entry
 TILE_BYTES = 64 << 20  # of the entries that a tile of tokens gathers, in float32
 TRIPLE = 3  # maximum, sum and weighted sum of a running softmax: see ``nn.mixers.windows``
 
@@ -79,6 +80,15 @@ class CompressorConfig:
         """The series of values that each token has."""
         return 1 if self.indexer is None else 2
 
+    @property
+    def num_pieces(self) -> int:
+        """The pieces of an entry in pages, each for ``PIECE`` tokens if a window has more.
+
+        A prefix is reused up to a border of pages: with pages of 16 entries, one of 16 windows of
+        128 tokens would be every 2,048 tokens, and one of 16 pieces is every 128.
+        """
+        return 1 if self.ratio % PIECE else self.ratio // PIECE
+
     def open_windows(self, name: str, width: int) -> Entry:
         """The state of unfinished windows: a triple of each series, and one of the last whole
         window's first series, if there are two.
@@ -107,6 +117,12 @@ class CompressedAttentionConfig(BlockSpec):
     rope: RopeConfig
     compressor: CompressorConfig | None = None
     norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Check that pages can have an entry in pieces, and keys whole."""
+        if (c := self.compressor) is not None:
+            assert self.head_dim % c.num_pieces == 0, "pieces of an entry have one width"
+            assert c.indexer is None or c.num_pieces == 1, "an indexer reads whole keys"
 
     @property
     def scale(self) -> float:
@@ -139,12 +155,12 @@ class CompressedAttentionConfig(BlockSpec):
         near = PagedKind((Entry(NEAR, (self.head_dim,), dtype),), self.window)
         if (c := self.compressor) is None:
             return LayerState((near,))
-        entries = [Entry(FAR, (self.head_dim,), dtype)]
+        entries = [Entry(FAR, (self.head_dim // c.num_pieces,), dtype)]
         windows = [c.open_windows(OPEN, self.head_dim)]
         if (index := c.indexer) is not None:
             entries.append(Entry(KEY, (index.head_dim,), dtype))
             windows.append(c.open_windows(OPEN_KEY, index.head_dim))
-        far = PagedKind(tuple(entries), tokens_per_entry=c.ratio)
+        far = PagedKind(tuple(entries), tokens_per_entry=c.ratio // c.num_pieces)
         return LayerState((near, far), tuple(windows), align=c.ratio)
 
     def with_pages(self, dtype: jnp.dtype) -> None:
