@@ -58,7 +58,8 @@ _FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     *(("n_shared_experts", (1,)), ("norm_topk_prob", (True,)), ("topk_method", ("noaux_tc",))),
     ("scoring_func", ("sqrtsoftplus", "sigmoid")),
 )
-_UNUSED = (  # of training, and of layers that there may be none of
+_UNUSED = (  # of stored weights, of training, and of layers that there may be none of
+    "expert_dtype",
     *("router_jitter_noise", "compress_rates", *(key for key, _ in _RATES.values())),
     *("index_n_heads", "index_head_dim", "index_topk"),
 )
@@ -82,11 +83,6 @@ def _config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         hf.supported_only(config, key, *values)
     for key in _UNUSED:
         config.get(key)
-    if (experts := config.get("expert_dtype")) not in (None, "fp8"):
-        raise ConfigError(
-            f"config key 'expert_dtype' is {experts!r}, and the experts of this family are read in "
-            "16 bits or in fp8; convert them first"
-        )
     ropes, kinds = _ropes(config), _layer_types(config)
     mixers = {kind: _mixer(config, kind, ropes[kind != _SLIDING]) for kind in dict.fromkeys(kinds)}
     networks = _networks(config, len(kinds))
