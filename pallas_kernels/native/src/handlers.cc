@@ -109,6 +109,21 @@ void ForTokens(ffi::ThreadPool& pool, int64_t tokens, std::function<void(int64_t
   }
 }
 
+// True if all are zero. 64 at a time become vectors; a loop that may end at each does not, and such
+// loops over padding took 6 % of a prompt of 65 tokens in a step for 256.
+bool AreZeros(const float* x, int64_t count) {
+  constexpr int64_t kBlock = 64;
+  uint32_t bits[kBlock];
+  for (int64_t i = 0; i < count; i += kBlock) {
+    const int64_t some = std::min(kBlock, count - i);
+    std::memcpy(bits, x + i, some * sizeof(float));
+    uint32_t any = 0;
+    for (int64_t j = 0; j < some; ++j) any |= bits[j];
+    if (any << 1) return false;  // without the sign
+  }
+  return true;
+}
+
 // Leaves out the tokens whose activations are all zero, as those of padding are: their results are
 // zero, too. `rows` holds the others while the call runs.
 void SkipZeros(ffi::ThreadPool& pool, GemmCall* call, std::vector<int32_t>* rows) {
@@ -121,7 +136,7 @@ void SkipZeros(ffi::ThreadPool& pool, GemmCall* call, std::vector<int32_t>* rows
   std::vector<uint8_t> is_zero(maybe.size());
   ForTokens(pool, maybe.size(), [&](int64_t i) {
     const float* x = call->x + maybe[i] * call->inputs;
-    is_zero[i] = std::all_of(x, x + call->inputs, [](float each) { return each == 0.f; });
+    is_zero[i] = AreZeros(x, call->inputs);
     if (is_zero[i]) std::fill_n(call->out + maybe[i] * call->outputs, call->outputs, 0.f);
   });
   for (size_t i = 0; i < maybe.size(); ++i) {
