@@ -20,7 +20,7 @@ from pallas_kernels.native.library import ATTENTION, ROPE_APPEND, call, missing
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
-LANES, MOST = 16, 256  # head_dim is a multiple of the one, up to the other: ``attend.inc``
+LANES, MOST = 16, 512  # head_dim is a multiple of the one, up to the other: ``attend.inc``
 
 
 def _supports(queries: jax.Array, pages: jax.Array) -> str | None:
@@ -41,15 +41,11 @@ def rope_append_supports(args: RopeAppendArgs) -> str | None:
 
 def append_decode_supports(args: DecodeArgs) -> str | None:
     """Why ``append_decode`` cannot run, or None."""
-    if args.cap is not None or args.slopes is not None:
-        return missing() or "scores have a cap or a bias"
     return _supports(args.qkv, args.k_pages)
 
 
 def prefill_supports(args: PrefillArgs) -> str | None:
     """Why ``paged_prefill`` cannot run, or None."""
-    if args.cap is not None or args.slopes is not None:
-        return missing() or "scores have a cap or a bias"
     return _supports(args.q, args.k_pages)
 
 
@@ -80,14 +76,13 @@ def _attend(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     starts: jax.Array,  # int32[R + 1], or empty
-    sinks: jax.Array | None,  # [N]
-    scale: float,
-    window: int | None,
+    args: DecodeArgs | PrefillArgs,
 ) -> jax.Array:  # [T, N, H]
-    sinks = None if sinks is None else sinks.astype(jnp.float32)
-    arrays = (q, k_pages, v_pages, page_table, seq_lens, starts, sinks)
+    sinks = None if args.sinks is None else args.sinks.astype(jnp.float32)
+    arrays = (q, k_pages, v_pages, page_table, seq_lens, starts, sinks, args.slopes)
+    scores = {"scale": np.float32(args.scale), "cap": np.float32(args.cap or 0)}
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    return call(ATTENTION, result, *arrays, scale=np.float32(scale), window=np.int64(window or 0))
+    return call(ATTENTION, result, *arrays, **scores, window=np.int64(args.window or 0))
 
 
 def _nothing() -> jax.Array:
@@ -108,10 +103,9 @@ def append_decode(
     args: DecodeArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
-    settings = args.sinks, args.scale, args.window
     if not args.appends:
         q, pools = args.rotated_queries(), (args.k_pages, args.v_pages)
-        return _attend(q, *pools, args.page_table, args.seq_lens, _nothing(), *settings), *pools
+        return _attend(q, *pools, args.page_table, args.seq_lens, _nothing(), args), *pools
     args = args.with_values(fixed=True)
     pools, context = (args.k_pages, args.v_pages), (args.page_table, args.seq_lens)
     if args.cos is None or args.sin is None:
@@ -122,11 +116,11 @@ def append_decode(
     else:
         rotation, where = (args.cos, args.sin, args.qk_norms), (_nothing(), *context)
         q, k_pages, v_pages = _append(args.qkv, *rotation, *pools, where, args.eps)
-    out = _attend(q, k_pages, v_pages, *context, _nothing(), *settings)
+    out = _attend(q, k_pages, v_pages, *context, _nothing(), args)
     return out, k_pages, v_pages
 
 
 def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    rows, settings = (args.page_table, args.seq_lens), (args.sinks, args.scale, args.window)
-    return _attend(args.q, args.k_pages, args.v_pages, *rows, args.query_start_loc, *settings)
+    rows = (args.page_table, args.seq_lens, args.query_start_loc)
+    return _attend(args.q, args.k_pages, args.v_pages, *rows, args)

@@ -253,8 +253,8 @@ std::vector<TokenTile> TilesOfTokens(const int32_t* lengths, int64_t rows, const
 ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> keys,
                      ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> table,
                      ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts,
-                     ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> result, float scale,
-                     int64_t window) {
+                     ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
+                     ffi::ResultBuffer<ffi::F32> result, float scale, float cap, int64_t window) {
   const Variant& variant = *Variants()[chosen];
   const auto dims = keys.dimensions();
   const Pages pages{keys.typed_data(), values.typed_data(), dims[1], dims[2], dims[3]};
@@ -262,7 +262,9 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<
   const int64_t rows = lengths.dimensions()[0], width = table.dimensions()[1];
   const int64_t group = heads / pages.heads, stride = heads * pages.head_dim;
   const int32_t* start = starts.element_count() == 0 ? nullptr : starts.typed_data();
-  const float* sink = sinks.element_count() == 0 ? nullptr : sinks.typed_data();
+  const auto of_heads = [](const ffi::Buffer<ffi::F32>& each, int64_t head) {
+    return each.element_count() == 0 ? nullptr : each.typed_data() + head;
+  };
   const int64_t most = std::clamp<int64_t>(kMostQueries / group, 1, kMostAttending);
   const auto tiles = TilesOfTokens(lengths.typed_data(), rows, start, most);
   const int64_t padding = start == nullptr ? tokens : start[rows];
@@ -277,8 +279,8 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<
       variant.attend({&pages, table.typed_data() + tile.row * width, kv_head, tile.count,
                       std::max<int64_t>(tile.length, 0), window,
                       std::min((kv_head + 1) * group - i, kMostQueries), stride,
-                      q.typed_data() + at, sink == nullptr ? nullptr : sink + i,
-                      result->typed_data() + at, scale});
+                      q.typed_data() + at, of_heads(sinks, i), of_heads(slopes, i),
+                      result->typed_data() + at, scale, cap});
     }
   });
   return ffi::Error::Success();
@@ -436,8 +438,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<float>("scale")
+        .Attr<float>("cap")
         .Attr<int64_t>("window"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

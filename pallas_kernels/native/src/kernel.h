@@ -119,8 +119,9 @@ struct AttendCall {
   int64_t window;          // the last positions that a token sees; 0: all
   int64_t group, stride;   // queries of a token, and floats from one token to the next
   const float *q, *sinks;  // the sinks [group] are scores of a key without a value, or null
+  const float* slopes;     // [group], or null: a score loses so much for each position of distance
   float* out;
-  float scale;
+  float scale, cap;  // 0: without a cap, else a score x becomes cap * tanh(x / cap)
 };
 constexpr int64_t kMostQueries = 32;  // of a call
 constexpr int64_t kMostAttending = 16;  // tokens of a call; each sees some blocks that others do not
