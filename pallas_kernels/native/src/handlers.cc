@@ -526,6 +526,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::U8>>()
         .Attr<int64_t>("gate_kind")
         .Attr<int64_t>("down_kind")
+        .Attr<int64_t>("gate")
+        .Attr<float>("gate_limit")
         .Attr<float>("limit")
         .Attr<float>("alpha")
         .Attr<float>("shift"));

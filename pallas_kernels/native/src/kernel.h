@@ -98,10 +98,17 @@ using QuantiseFunction = void (*)(const GemmCall&, int64_t first, int64_t count,
                                   uint8_t* records, float* group_sums);
 // Computes a tile of outputs for all tokens.
 using TileFunction = void (*)(const GemmCall&, int64_t tile, float* factors);
-// The hidden values [width] of a row of gates, then ups; the bias, or null, is of both. See
-// experts.stack.Activation.
-using ActivateFunction = void (*)(const float* gate_up, const float* bias, int64_t width,
-                                  float limit, float alpha, float shift, float* hidden);
+// See experts.stack.Activation; a limit may be infinite.
+enum class Gate : int { kSilu = 0, kGeluTanh = 1, kRelu2 = 2 };
+struct Activation {
+  Gate gate;
+  float gate_limit, limit, alpha, shift;
+  // Outputs of the first product for each hidden value: a gate and an up, or one.
+  int64_t halves() const { return gate == Gate::kRelu2 ? 1 : 2; }
+};
+// The hidden values [width] of a row of gates, then ups (or of one half); the bias, or null, is of all.
+using ActivateFunction = void (*)(const Activation&, const float* row, const float* bias,
+                                  int64_t width, float* hidden);
 
 // The paged keys and values of a layer: [pages, page_size, heads, head_dim].
 struct Pages {
