@@ -18,7 +18,8 @@ from pallas_kernels.delta_decode.cases import DecodeCase
 from pallas_kernels.delta_prefill.cases import DeltaHeads
 from pallas_kernels.harness.testing import mismatch
 from pallas_kernels.native import library
-from pallas_kernels.native.attention import _attend, append_decode
+from pallas_kernels.native.attention import append_decode
+from pallas_kernels.native.attention import attend as native_attend
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.sample import native, ref
 from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
@@ -47,10 +48,10 @@ def attention_case() -> tuple[np.ndarray, ...]:
 
 
 def attend(*arrays: np.ndarray, **settings: Any) -> np.ndarray:
-    """``_attend`` of queries, pools, page table, lengths and starts."""
+    """The native attention of queries, pools, page table, lengths and starts."""
     names = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "query_start_loc")
     args = PrefillArgs(**dict(zip(names, map(jnp.asarray, arrays), strict=True)), **settings)
-    return np.asarray(jax.jit(lambda args: _attend(*(getattr(args, n) for n in names), args))(args))
+    return np.asarray(jax.jit(native_attend)(args))
 
 
 def test_attention_of_each_variant_is_the_same(variant: int) -> None:

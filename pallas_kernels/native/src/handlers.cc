@@ -257,10 +257,12 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<
                      ffi::ResultBuffer<ffi::F32> result, float scale, float cap, int64_t window) {
   const Variant& variant = *Variants()[chosen];
   const auto dims = keys.dimensions();
-  const Pages pages{keys.typed_data(), values.typed_data(), dims[1], dims[2], dims[3]};
+  const int64_t value_dim = result->dimensions()[2];
+  const Pages pages{keys.typed_data(), values.typed_data(), dims[1], dims[2], dims[3], value_dim};
   const int64_t tokens = q.dimensions()[0], heads = q.dimensions()[1];
   const int64_t rows = lengths.dimensions()[0], width = table.dimensions()[1];
-  const int64_t group = heads / pages.heads, stride = heads * pages.head_dim;
+  const int64_t group = heads / pages.heads;
+  const int64_t stride = heads * pages.head_dim, out_stride = heads * value_dim;
   const int32_t* start = starts.element_count() == 0 ? nullptr : starts.typed_data();
   const auto of_heads = [](const ffi::Buffer<ffi::F32>& each, int64_t head) {
     return each.element_count() == 0 ? nullptr : each.typed_data() + head;
@@ -268,19 +270,20 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<
   const int64_t most = std::clamp<int64_t>(kMostQueries / group, 1, kMostAttending);
   const auto tiles = TilesOfTokens(lengths.typed_data(), rows, start, most);
   const int64_t padding = start == nullptr ? tokens : start[rows];
-  std::fill(result->typed_data() + padding * stride, result->typed_data() + tokens * stride, 0.f);
+  float* const out = result->typed_data();
+  std::fill(out + padding * out_stride, out + tokens * out_stride, 0.f);
   const int64_t units = tiles.size() * pages.heads;
   ParallelFor(pool, units, [&](int64_t unit) {
     const int64_t last = units - 1 - unit;  // the longest context of a prompt first
     const TokenTile& tile = tiles[last / pages.heads];
     const int64_t kv_head = last % pages.heads;
     for (int64_t i = kv_head * group; i < (kv_head + 1) * group; i += kMostQueries) {
-      const int64_t at = tile.first * stride + i * pages.head_dim;
       variant.attend({&pages, table.typed_data() + tile.row * width, kv_head, tile.count,
                       std::max<int64_t>(tile.length, 0), window,
-                      std::min((kv_head + 1) * group - i, kMostQueries), stride,
-                      q.typed_data() + at, of_heads(sinks, i), of_heads(slopes, i),
-                      result->typed_data() + at, scale, cap});
+                      std::min((kv_head + 1) * group - i, kMostQueries), stride, out_stride,
+                      q.typed_data() + tile.first * stride + i * pages.head_dim,
+                      of_heads(sinks, i), of_heads(slopes, i),
+                      out + tile.first * out_stride + i * value_dim, scale, cap});
     }
   });
   return ffi::Error::Success();

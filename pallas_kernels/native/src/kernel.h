@@ -110,10 +110,11 @@ struct Activation {
 using ActivateFunction = void (*)(const Activation&, const float* row, const float* bias,
                                   int64_t width, float* hidden);
 
-// The paged keys and values of a layer: [pages, page_size, heads, head_dim].
+// The paged keys and values of a layer: [pages, page_size, heads, head_dim]. Of values the first
+// value_dim components count.
 struct Pages {
   const float *keys, *values;
-  int64_t page_size, heads, head_dim;
+  int64_t page_size, heads, head_dim, value_dim;
 };
 
 // Attention of consecutive tokens of a row, each with the queries that share a kv head. Position p is
@@ -124,7 +125,8 @@ struct AttendCall {
   int64_t head;            // of keys and values
   int64_t tokens, length;  // the context of the first token, with itself; 0: it yields zeros
   int64_t window;          // the last positions that a token sees; 0: all
-  int64_t group, stride;   // queries of a token, and floats from one token to the next
+  int64_t group;           // queries of a token
+  int64_t stride, out_stride;  // floats from one token to the next
   const float *q, *sinks;  // the sinks [group] are scores of a key without a value, or null
   const float* slopes;     // [group], or null: a score loses so much for each position of distance
   float* out;
