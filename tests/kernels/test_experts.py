@@ -17,6 +17,7 @@ from jaxinfer.core.host_memory import release_zeros
 from kit.residency import resident_pages
 from pallas_kernels.experts import cases, native, ref, xla
 from pallas_kernels.experts.api import ExpertsArgs, experts
+from pallas_kernels.experts.stack import Activation
 from pallas_kernels.experts.tiles import Tiles, max_tiles, tiles_of
 from pallas_kernels.gemm import epilogues
 from pallas_kernels.native.library import library, variants
@@ -103,6 +104,30 @@ def test_native_experts_with_quantised_weights(name: str, tolerance: float) -> N
     found = np.asarray(jax.jit(native.experts)(args))
     by_rows = replace(case(name), lanes=False)
     expected = np.asarray(ref.experts(*cases.build(by_rows, seed=0).args))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("seven_experts", 2e-6), ("int4_lanes", 2e-4)], ids=["plain", "int4"]
+)
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation(limit=0.5, alpha=1.702, shift=1.0),
+        Activation(limit=1.0, gate_limit=0.3),
+        cases.GEGLU,
+        cases.RELU2,
+    ],
+    ids=["limit", "two_limits", "geglu", "relu2"],
+)
+def test_activations_of_each_variant(
+    variant: int, name: str, tolerance: float, activation: Activation
+) -> None:
+    one = replace(case(name), activation=activation)
+    (args,) = cases.build(one, seed=0).args
+    assert native.supports(args) is None
+    found = np.asarray(jax.jit(native.experts)(args))
+    expected = np.asarray(ref.experts(*cases.build(replace(one, lanes=False), seed=0).args))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from pallas_kernels.delta_decode.cases import DecodeCase
 from pallas_kernels.delta_prefill.cases import DeltaHeads
 from pallas_kernels.harness.testing import mismatch
 from pallas_kernels.native import library
-from pallas_kernels.native.attention import _attend, append_decode
+from pallas_kernels.native.attention import append_decode
+from pallas_kernels.native.attention import attend as native_attend
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.sample import native, ref
 from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
 from pallas_kernels.skinny_gemm.native import matmul
@@ -44,27 +47,34 @@ def attention_case() -> tuple[np.ndarray, ...]:
     return q, k, v, table, lens, starts
 
 
+def attend(*arrays: np.ndarray, **settings: Any) -> np.ndarray:
+    """The native attention of queries, pools, page table, lengths and starts."""
+    names = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "query_start_loc")
+    args = PrefillArgs(**dict(zip(names, map(jnp.asarray, arrays), strict=True)), **settings)
+    return np.asarray(jax.jit(native_attend)(args))
+
+
 def test_attention_of_each_variant_is_the_same(variant: int) -> None:
     library.register()
-    arrays = [jnp.asarray(array) for array in attention_case()]
-    found = jax.jit(lambda *a: _attend(*a, None, 0.2, 20))(*arrays)
+    settings = {"scale": 0.2, "window": 20, "cap": 3.0, "slopes": jnp.linspace(0.01, 0.5, 6)}
+    found = attend(*attention_case(), **settings)
     assert library.library() is not None
     library.library().jaxinfer_choose(0)  # type: ignore[union-attr]
-    np.testing.assert_allclose(
-        found, jax.jit(lambda *a: _attend(*a, None, 0.2, 20))(*arrays), atol=1e-6
-    )
+    np.testing.assert_allclose(found, attend(*attention_case(), **settings), atol=2e-6)
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim"), [((1, 1), 16), ((5, 5), 48), ((6, 2), 64), ((8, 1), 256), ((70, 2), 32)]
+    ("heads", "head_dim"), [((1, 1), 16), ((5, 5), 48), ((6, 2), 64), ((8, 1), 512), ((70, 2), 32)]
 )
-@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize(
+    ("window", "cap"), [(None, None), (5, None), (40, None), (None, 2.0)], ids=str
+)
 def test_a_token_attends_alike_alone_and_among_others(
-    variant: int, heads: tuple[int, int], head_dim: int, window: int | None
+    variant: int, heads: tuple[int, int], head_dim: int, window: int | None, cap: float | None
 ) -> None:
     """Tokens of a prompt go through blocks of keys together: the bits are those of a decode row.
 
-    Keys behind a token's context hold NaN.
+    Keys behind a token's context hold NaN. With a cap, scores have slopes, too.
     """
     (num, kv), (length, tokens) = heads, (83, 50)
     rng = np.random.default_rng(7)
@@ -73,18 +83,25 @@ def test_a_token_attends_alike_alone_and_among_others(
     table = (1 + rng.permutation(6))[None].astype(np.int32)
     k[table[0, 5], 3:] = v[table[0, 5], 3:] = np.nan
     sinks = rng.standard_normal(num).astype(np.float32)
-    attend = jax.jit(lambda *arrays: _attend(*arrays, sinks, 0.3, window))
-    rows, pools = (table, np.array([length], np.int32)), (k, v)
-    together = attend(q, *pools, *rows, np.array([0, tokens], np.int32))
+    slopes = rng.uniform(0.01, 0.5, num).astype(np.float32) * (cap is not None)
+    scale = head_dim**-0.5
+    settings = {"sinks": jnp.asarray(sinks), "window": window, "scale": scale}
+    if cap is not None:
+        settings |= {"cap": cap, "slopes": jnp.asarray(slopes)}
+    rows = (table, np.array([length], np.int32))
+    together = attend(q, k, v, *rows, np.array([0, tokens], np.int32), **settings)
     lens = np.arange(length - tokens + 1, length + 1, dtype=np.int32)
-    alone = attend(q[:tokens], *pools, table.repeat(tokens, 0), lens, np.zeros(0, np.int32))
+    tables, none = table.repeat(tokens, 0), np.zeros(0, np.int32)
+    alone = attend(q[:tokens], k, v, tables, lens, none, **settings)
     np.testing.assert_array_equal(together[:tokens], alone)
     assert not np.any(together[tokens:])
     of_heads = np.repeat(np.arange(kv), num // kv)
-    keys, values = (pool[table[0]].reshape(-1, kv, head_dim)[:, of_heads] for pool in pools)
+    keys, values = (pool[table[0]].reshape(-1, kv, head_dim)[:, of_heads] for pool in (k, v))
     for token, end in ((0, lens[0]), (tokens - 1, length)):
         begin = 0 if window is None else max(end - window, 0)
-        scores = 0.3 * np.einsum("NH,KNH->NK", q[token], keys[begin:end])
+        scores = scale * np.einsum("NH,KNH->NK", q[token], keys[begin:end])
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
+        scores = scores - slopes[:, None] * (end - 1 - np.arange(begin, end))
         p = jax.nn.softmax(np.concatenate((scores, sinks[:, None]), axis=1), axis=1)
         expected = np.einsum("NK,KNH->NH", p[:, :-1], values[begin:end])
         np.testing.assert_allclose(together[token], expected, atol=1e-5)

@@ -98,15 +98,23 @@ using QuantiseFunction = void (*)(const GemmCall&, int64_t first, int64_t count,
                                   uint8_t* records, float* group_sums);
 // Computes a tile of outputs for all tokens.
 using TileFunction = void (*)(const GemmCall&, int64_t tile, float* factors);
-// The hidden values [width] of a row of gates, then ups; the bias, or null, is of both. See
-// experts.stack.Activation.
-using ActivateFunction = void (*)(const float* gate_up, const float* bias, int64_t width,
-                                  float limit, float alpha, float shift, float* hidden);
+// See experts.stack.Activation; a limit may be infinite.
+enum class Gate : int { kSilu = 0, kGeluTanh = 1, kRelu2 = 2 };
+struct Activation {
+  Gate gate;
+  float gate_limit, limit, alpha, shift;
+  // Outputs of the first product for each hidden value: a gate and an up, or one.
+  int64_t halves() const { return gate == Gate::kRelu2 ? 1 : 2; }
+};
+// The hidden values [width] of a row of gates, then ups (or of one half); the bias, or null, is of all.
+using ActivateFunction = void (*)(const Activation&, const float* row, const float* bias,
+                                  int64_t width, float* hidden);
 
-// The paged keys and values of a layer: [pages, page_size, heads, head_dim].
+// The paged keys and values of a layer: [pages, page_size, heads, head_dim]. Of values the first
+// value_dim components count.
 struct Pages {
   const float *keys, *values;
-  int64_t page_size, heads, head_dim;
+  int64_t page_size, heads, head_dim, value_dim;
 };
 
 // Attention of consecutive tokens of a row, each with the queries that share a kv head. Position p is
@@ -117,10 +125,12 @@ struct AttendCall {
   int64_t head;            // of keys and values
   int64_t tokens, length;  // the context of the first token, with itself; 0: it yields zeros
   int64_t window;          // the last positions that a token sees; 0: all
-  int64_t group, stride;   // queries of a token, and floats from one token to the next
+  int64_t group;           // queries of a token
+  int64_t stride, out_stride;  // floats from one token to the next
   const float *q, *sinks;  // the sinks [group] are scores of a key without a value, or null
+  const float* slopes;     // [group], or null: a score loses so much for each position of distance
   float* out;
-  float scale;
+  float scale, cap;  // 0: without a cap, else a score x becomes cap * tanh(x / cap)
 };
 constexpr int64_t kMostQueries = 32;  // of a call
 constexpr int64_t kMostAttending = 16;  // tokens of a call; each sees some blocks that others do not
