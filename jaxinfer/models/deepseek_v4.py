@@ -142,9 +142,7 @@ def _ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     factor on cosine and sine unless it is given.
     """
     head_dim = hf.positive_int(config, "head_dim")
-    given = next((config[key] for key in SECTIONS if config.get(key) is not None), {})
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"config key {SECTIONS[1]!r} must be an object, got {short(given)}")
+    given = _rope_section(config)
     part = _rotating_part(config, head_dim)
     thetas = [
         hf.positive_float(config, key, default)
@@ -153,6 +151,11 @@ def _ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     sections = [given.get(name) for name in (_MAIN, _COMPRESS)]
     if not all(isinstance(section, Mapping) for section in sections):
         common = {key: value for key, value in given.items() if key not in (_MAIN, _COMPRESS)}
+        if common.setdefault("rope_theta", thetas[0]) != thetas[0]:
+            raise ConfigError(
+                f"rope key 'rope_theta' is {short(common['rope_theta'])} and config key "
+                f"'rope_theta' is {thetas[0]}; make them equal or remove one"
+            )
         kind = common.get("rope_type", common.get("type"))
         if kind == "yarn" and common.get("attention_factor") is None:
             common["attention_factor"] = 1.0
@@ -173,6 +176,17 @@ def _ropes(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
         )
     main, compress = (RopeConfig(rope.dim, rope.theta, rope.scaling) for rope in found)
     return main, compress
+
+
+def _rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rope section under its old or its new key."""
+    found = [config[key] for key in SECTIONS if config.get(key) is not None] or [{}]
+    if not isinstance(found[0], Mapping) or found[0] != found[-1]:
+        raise ConfigError(
+            f"config keys {' and '.join(map(repr, SECTIONS))} must be equal objects, got "
+            f"{short(found[0])}; remove one"
+        )
+    return found[0]
 
 
 def _rotating_part(config: Mapping[str, Any], head_dim: int) -> float:

@@ -163,13 +163,15 @@ def test_the_published_sizes() -> None:
         ({"qk_rope_head_dim": 14}, "'index_head_dim' is 12, less than the 14 components"),
         ({"compress_rates": [4]}, "'compress_rates' must be an object"),
         ({"num_experts_per_tok": 9}, "'num_experts_per_tok' is 9, .* among the 8"),
+        ({"rope_theta": 5.0, "rope_scaling": {"rope_theta": 6.0}}, "is 6.0 and config key .* 5.0"),
+        ({"rope_parameters": {"type": "yarn"}}, "and 'rope_parameters' must be equal objects"),
         ({"rope_scaling": {"type": "twisted"}}, "rope type 'twisted' is unknown"),
         ({"rope_parameters": SECTIONS}, "gives 8 and 16 of the 16 components"),
     ],
 )  # fmt: skip
 def test_a_wrong_config_is_refused(change: dict[str, Any], message: str) -> None:
     config = tiny_config("deepseek_v4")
-    if "rope_parameters" in change:
+    if change.get("rope_parameters") is SECTIONS:
         del config["rope_scaling"]
     with pytest.raises(ConfigError, match=message):
         build_model(config | change, "float32")
