@@ -15,6 +15,7 @@ import pytest
 
 from jaxinfer.nn.context import Angles, Pages, Rows, Saves, StepContext, dense_context
 from jaxinfer.nn.linear import Norm, Stream
+from jaxinfer.nn.mixers.compressed import Pool, attended
 from jaxinfer.nn.mixers.compressed_spec import (
     CompressedAttentionConfig,
     CompressorConfig,
@@ -333,6 +334,42 @@ def test_the_dense_form_equals_the_definition(name: str) -> None:
     expected = definition(name, x)
     for count in (3, LENGTH):  # without and with whole windows
         np.testing.assert_allclose(dense(name, x[:count]), expected[:count], atol=2e-5, rtol=0)
+
+
+def test_entries_of_many_blocks() -> None:
+    """Tokens whose rows have up to 1,200 entries, in pieces, of which each page has one and a half;
+    those behind a token's last one are NaN.
+    """
+    rng, tokens, heads, width, pieces, size, pages = np.random.default_rng(0), 70, 2, 8, 4, 6, 800
+    table = 1 + rng.permutation(2 * pages).reshape(2, pages).astype(np.int32)
+    rows = np.arange(tokens) % 2
+    lens = rng.integers(0, np.where(rows == 0, 200, 1200))
+    pool = rng.standard_normal((1 + 2 * pages, size, width // pieces)).astype(np.float32)
+    held = pool[table].reshape(2, -1, width)  # the entries of each row
+    for row in range(2):
+        own = pool[table[row]].reshape(-1, width)
+        own[lens[rows == row].max() :] = np.nan
+        pool[table[row]] = own.reshape(pages, size, -1)
+    q = rng.standard_normal((tokens, heads, width)).astype(np.float32)
+    sinks, near = np.array([0.5, -1.0], np.float32), np.zeros((1, 1, width), np.float32)
+    found = attended(
+        jnp.asarray(q),
+        Pool(jnp.asarray(near), jnp.zeros((2, 1), jnp.int32)),
+        Pool(jnp.asarray(pool), jnp.asarray(table)),
+        jnp.asarray(lens, jnp.int32),
+        jnp.asarray(sinks),
+        jnp.asarray(rows, jnp.int32),
+        jnp.full(tokens, -1, jnp.int32),
+        window=1,
+        at_once=128,
+        scale=0.5,
+    )
+    for t in range(tokens):
+        entries = held[rows[t], : lens[t]]
+        scores = np.concatenate((q[t] @ entries.T * 0.5, sinks[:, None]), axis=1)
+        p = np.exp(scores)
+        p = p[:, :-1] / p.sum(1, keepdims=True)
+        np.testing.assert_allclose(found[t], p @ entries, atol=1e-5, rtol=0)
 
 
 def test_every_parameter_has_a_gradient_but_those_of_choices() -> None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import Angles, Pages, PlainOutput, Rows, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.compressed_spec import (
+    BLOCK,
     FAR,
     KEY,
     NEAR,
@@ -34,7 +35,7 @@ from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import Matmul, param, take_rows, weight
 from pallas_kernels.index_topk.api import IndexTopkArgs, index_topk
 from pallas_kernels.kv_append.xla import written
-from pallas_kernels.lib.context_scores import block_pages, padded_table
+from pallas_kernels.lib.context_scores import padded_table
 from pallas_kernels.lib.numerics import mean_last, rms_norm, rotate
 from pallas_kernels.lib.token_tiles import by_tiles, wide_einsum
 
@@ -292,7 +293,7 @@ def _after_all(
     pieces, size = q.shape[2] // far.entries.shape[2], far.entries.shape[1]
     unit = pieces // gcd(pieces, size)  # the fewest pages with whole entries
     table = padded_table(far.page_table, unit)
-    block = min(unit * block_pages(unit * size // pieces), table.shape[1])
+    block = min(unit * max(1, BLOCK // (unit * size // pieces)), table.shape[1])
     length = block * size // pieces  # entries
     ids = jnp.take(padded_table(table, block), rows, axis=0, mode="clip")
     ids = ids.reshape(len(ids), -1, block).swapaxes(0, 1)  # [blocks, W, pages]

@@ -39,7 +39,6 @@ import jax.numpy as jnp
 from jaxinfer.nn.block import BlockSpec, StepShape, part
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import Entry, LayerState, PagedKind
-from pallas_kernels.lib.context_scores import KEYS_PER_BLOCK
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 NEAR, FAR, KEY = "kv", "compressed", "index_key"  # entries of pages: of a token, of a window
 OPEN, OPEN_KEY = "open", "open_key"  # those of a sequence: its unfinished windows
 PIECE = 8  # tokens for which pages have a piece of a long window's entry
+BLOCK = 128  # entries of all windows that are read at a time
 TILE_BYTES = 64 << 20  # of the entries that a tile of tokens gathers, in float32
 TRIPLE = 3  # maximum, sum and weighted sum of a running softmax: see ``nn.mixers.windows``
 
@@ -135,7 +135,7 @@ class CompressedAttentionConfig(BlockSpec):
         if (c := self.compressor) is None:
             return self.window
         if c.indexer is None:
-            return max(self.window, KEYS_PER_BLOCK)
+            return max(self.window, BLOCK)
         return self.window + c.indexer.top_k
 
     def for_context(self, length: int) -> CompressedAttentionConfig:
