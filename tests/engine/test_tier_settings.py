@@ -85,7 +85,8 @@ def test_engines_that_have_no_tiers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reuses none"):
         check(OFFLOADS, tmp_path, replace(own, limits=cold))
     with pytest.raises(ConfigError, match="a model without attention has none; leave it out"):
-        check(OFFLOADS, tmp_path, Program(tiny_model("mamba2")[0], tiny_limits(), "cpu"))
+        aligned = struct_replace(tiny_limits(max_num_batched_tokens=128), align=64, num_snapshots=4)
+        check(OFFLOADS, tmp_path, Program(tiny_model("mamba2")[0], aligned, "cpu"))
     for num_hosts, platform in ((1, "gpu"), (2, "cpu")):
         sizes = {"num_devices": 2, "num_hosts": num_hosts}
         two = replace(own)
