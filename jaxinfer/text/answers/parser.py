@@ -85,6 +85,7 @@ class AnswerParser:
         self._tools = tools or {}
         self._hidden = hidden
         self._content_is_last = content_is_last
+        self._has_thought = False
         self._implicit = template.implicit
         self._openings = [one for one in template.fields if one.open is not None]
         self._enter(self._implicit)
@@ -105,7 +106,7 @@ class AnswerParser:
         self._num_awaited = 0  # that have to, before it is searched again
         self._own = len(self._buffer)  # where the answer's own text begins, after the prompt's
         self._has_answered = False  # with content or a call
-        self._has_content = False  # that is not blank
+        self._has_content = False  # that is not blank, since the last call
         self._unclosed: Field | None = None  # thoughts that a call has ended
         if template.thinks_first and is_new:
             self._enter(next(one for one in template.fields if one.has_reasoning))
@@ -205,6 +206,7 @@ class AnswerParser:
         is_json = field is not None and field.reader == "json-string"
         self._string = JsonStringReader() if is_json else None
         self._is_blank = True  # no text of the field has been returned since it was opened
+        self._has_thought = self._has_thought or self.in_reasoning
         self._spaces = ""  # at its end: they are part of it if further text follows
         self._source: Source | None = None  # of the calls that are read
         if field is not None and field.has_calls and match is not None:
@@ -221,7 +223,7 @@ class AnswerParser:
                 if part is None:
                     return
                 source.unsent.clear()
-                self._has_answered = True
+                self._has_answered, self._has_content = True, False
                 self._last = part
                 yield part
             if source.is_cut and self._last == CallEnd(False):
@@ -277,6 +279,11 @@ class AnswerParser:
         field = self._field
         return self._content_is_last and field is not None and field.has_content
 
+    def _is_over(self, field: Field | None) -> bool:
+        """True for thoughts that have ended: their mark among the text after them is its own."""
+        has_reasoning = field is not None and field.has_reasoning and not field.repeats
+        return has_reasoning and self._has_thought
+
     def _watched(self) -> Iterator[tuple[_Kind, Field | None, Anchor]]:
         field = self._field
         if self._in_last and (self._has_content or field is not self._implicit):
@@ -284,7 +291,9 @@ class AnswerParser:
         if field is self._implicit:
             for one in self._openings:
                 assert one.open is not None
-                if not (one.is_answer and self._has_answered):
+                if not (one.is_answer and self._has_answered) and not (
+                    self._is_over(one) and self._has_content
+                ):
                     yield "open", one, one.open
         elif field is not None and field.open and field.has_reasoning and self._is_blank:
             yield "again", field, field.open
@@ -308,7 +317,7 @@ class AnswerParser:
         for kind, field, anchor in self._watched():
             if kind == "again":
                 match = self._match_at(_after_space(self._buffer, self._start), anchor, at_end)
-            elif self._in_last:
+            elif self._in_last or (kind == "open" and self._is_over(field)):
                 match = self._match_before_text(anchor, at_end)
             elif kind == "open" and field is not None and field.is_answer:
                 match = self._match_at(self._start, anchor, at_end)
