@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,12 +19,13 @@ from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.requests.scoring import first_tokens, score_prompt
 from jaxinfer.engine.start.task import with_task
-from jaxinfer.models import build_model
+from jaxinfer.models import abstract_params, build_model
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
 from jaxinfer.weights.sources import resolve_source
-from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
+from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf, write_hf_folder
 from kit.embedders import DATA, SMALL, golden, write_modules
 from kit.engines import tiny_engine, tiny_limits
+from kit.tiny_models import tiny_config
 
 EMBEDDINGS, RERANKER = golden("embeddings"), golden("reranker")
 TEXTS = EMBEDDINGS.fact("texts")
@@ -196,13 +196,23 @@ def test_a_head_of_its_own_is_not_loaded(folder: Path) -> None:
     check_vectors(folder, "olmo2", "last")
 
 
+@pytest.mark.parametrize("name", ["dbrx", "kimi_linear", "bailing_hybrid", "nemotron_h"])
+def test_a_family_without_tied_embeddings_has_no_head_either(tmp_path: Path, name: str) -> None:
+    write_hf_folder(tmp_path, tiny_config(name))
+    source = resolve_source(str(tmp_path), cache_dir=tmp_path, progress=NO_PROGRESS)
+    _, embeds = with_task(EngineConfig(model=str(tmp_path), task="embed"), source)
+    models = [build_model(one.hf_config, jnp.float32) for one in (source, embeds)]
+    assert ["lm_head" in abstract_params(model) for model in models] == [True, False]
+
+
 def check_vectors(folder: Path, name: str, pooling: str) -> None:
     checkpoint = golden(name)
     with safe_open(HIDDEN_DATA / f"{name}.safetensors", "np") as file:
         hidden = file.get_tensor("hidden")[-1]
     expected = {"last": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0]}[pooling]
     path = checkpoint.write(folder / name)
-    align = build_model(json.loads((path / "config.json").read_text()), jnp.float32).state.align
+    source = resolve_source(str(path), cache_dir=folder, progress=NO_PROGRESS)
+    align = build_model(source.hf_config, jnp.float32).state.align
     llm = LLM(
         path,
         task="embed",
