@@ -198,7 +198,8 @@ def test_a_head_of_its_own_is_not_loaded(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dbrx", "kimi_linear", "bailing_hybrid", "nemotron_h"])
 def test_a_family_without_tied_embeddings_has_no_head_either(tmp_path: Path, name: str) -> None:
-    write_hf_folder(tmp_path, tiny_config(name))
+    config = tiny_config(name)
+    write_hf_folder(tmp_path, config, random_hf_tensors(build_model(config, jnp.float32)))
     source = resolve_source(str(tmp_path), cache_dir=tmp_path, progress=NO_PROGRESS)
     _, embeds = with_task(EngineConfig(model=str(tmp_path), task="embed"), source)
     models = [build_model(one.hf_config, jnp.float32) for one in (source, embeds)]
