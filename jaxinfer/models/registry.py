@@ -287,10 +287,10 @@ def build_model(
     family, architecture = family_for(hf_config), _architecture(hf_config)
     keys = KeysRead(hf_config)
     config = family.config_from_hf(keys, jnp.dtype(dtype))
+    if keys.get(WITHOUT_HEAD):  # as if the embedding were the head, which is not used
+        config = replace(config, tie_word_embeddings=True)
     refuse_unread(keys, architecture)
     _check_sizes(config)
-    if hf_config.get(WITHOUT_HEAD):  # as if the embedding were the head, which is not used
-        config = replace(config, tie_word_embeddings=True)
     config = config.for_context(max_model_len or config.lengths[0])
     return Model(family, architecture, config, hf_config=hf_config)
 
