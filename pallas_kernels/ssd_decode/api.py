@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
-from pallas_kernels.ssd_decode import cases, launch, ref, xla
+from pallas_kernels.ssd_decode import cases, launch, native, ref, xla
 from pallas_kernels.ssd_decode.ref import SsdDecodeArgs
 from pallas_kernels.ssd_prefill.ref import unfit_shapes
 
@@ -16,6 +16,7 @@ OP = KernelOp(
     ref=ref.ssd_decode,
     impls=(
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("native", native.ssd_decode, platforms=("cpu",), supports=native.supports),
         Impl("xla", xla.ssd_decode),
     ),
     cases=cases.CASES,

@@ -24,6 +24,9 @@ from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.sample import native, ref
 from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
 from pallas_kernels.skinny_gemm.native import matmul
+from pallas_kernels.ssd_decode import api as ssd
+from pallas_kernels.ssd_decode import cases as ssd_cases
+from pallas_kernels.ssd_prefill.cases import SsdHeads
 
 VARIANTS = library.variants()
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=library.MISSING)
@@ -196,3 +199,32 @@ def test_states_are_changed_in_place() -> None:
 def test_the_delta_rule_in_another_dtype_is_refused() -> None:
     (args,) = delta_cases.build(DecodeCase("bf16", (5,), dtype="bfloat16"), 0).args
     assert DELTA.refuses("cpu", (args,), {}) == "qkv is bfloat16, not float32"
+
+
+SSD = next(impl for impl in ssd.OP.impls if impl.name == "native")
+SSD_CASES = (
+    *(case for case in ssd_cases.CASES if "ci" in case.tags and case.dtype == "float32"),
+    ssd_cases.DecodeCase("one_tap", (0, 7), width=1),
+    ssd_cases.DecodeCase("many_taps", (0, 3, 12), 1, kept=True, width=8),
+    ssd_cases.DecodeCase("many_channels", (3, 0), kept=True, heads=SsdHeads(34, 32, 2, 48)),
+)
+
+
+@pytest.mark.parametrize("case", SSD_CASES, ids=lambda case: case.name)
+def test_each_variant_computes_the_state_space(variant: int, case: ssd_cases.DecodeCase) -> None:
+    """The inputs are NaN where nothing may be read."""
+    assert mismatch(ssd.OP, SSD, case, ssd_cases.build(case, 0)) is None
+
+
+def test_states_of_the_state_space_are_changed_in_place() -> None:
+    case = ssd_cases.DecodeCase("kept", (5, 0), kept=True)
+    (args,) = jax.tree.map(jnp.asarray, ssd_cases.build(case, 0).args)
+
+    def step(states, convs):
+        _, *stored = ssd.ssd_decode(replace(args, states=states, convs=convs), "native")
+        return stored
+
+    pools = args.states, args.convs
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*pools).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < args.states.nbytes

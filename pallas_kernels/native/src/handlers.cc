@@ -400,6 +400,7 @@ ffi::Error Sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
 #include "experts.inc"
 #include "mask.inc"
 #include "delta.inc"
+#include "ssd.inc"
 
 }  // namespace
 }  // namespace jaxinfer
@@ -555,6 +556,26 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<float>("eps")
         .Attr<bool>("sigmoid"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxinferSsdDecode, jaxinfer::SsdDecode,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<float>("lowest")
+        .Attr<float>("highest"));
 
 // The names of the variants that this processor runs, the fastest first, joined by spaces.
 const char* jaxinfer_variants() {

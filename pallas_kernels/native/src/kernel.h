@@ -165,6 +165,23 @@ inline int64_t DeltaFloats(const DeltaCall& call) {
 // Computes one head of one row, head + V * row, and makes the state of the next one ready.
 using DeltaFunction = void (*)(const DeltaCall&, int64_t unit, int64_t next, float* scratch);
 
+// The convolution of a token in each row, with SiLU, and a token of Mamba-2's state space: see
+// ssd_decode.ref. Widths are multiples of 16.
+struct SsdCall {
+  int64_t heads, groups, width, state_dim, channels, taps;  // H, G, P, N, C, W; no taps: no convolution
+  const float *mixed;           // [B, C], of the state space after the convolution
+  const float *steps, *decay;   // steps or null
+  const float *conv, *bias;     // the bias or null
+  const int32_t *positions, *rows, *keeps;
+  float *convolved;             // [B, C]
+  float *out, *states, *convs;
+  float lowest, highest;
+};
+using ConvolveFunction = void (*)(const SsdCall&, int64_t row, int64_t first, int64_t end);
+// Computes one head of one row, head + H * row.
+using SsdFunction = void (*)(const SsdCall&, int64_t unit);
+constexpr int64_t kMostTaps = 8;
+
 // A GEMM of floats: out[t, o] = sum over k of x[t, k] * w[k, o], in one order of k for any tokens.
 struct FloatGemm {
   int64_t tokens, inputs, outputs;
@@ -196,6 +213,8 @@ struct Variant {
   ActivateFunction activate;
   DrawFunction draw;
   DeltaFunction delta;
+  ConvolveFunction convolve;
+  SsdFunction ssd;
   FloatGemmFunction float_gemm;
 };
 
