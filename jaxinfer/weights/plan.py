@@ -141,7 +141,7 @@ def _plan_param(
     names = tuple(own_names[canonical_name(model.family, source.name)] for source in spec.sources)
     infos = [checkpoint.tensors[name] for name in names]
     arrays = {path: model.arrays[path] for path in spec.leaves}
-    integers = all(jnp.issubdtype(array.dtype, jnp.integer) for array in arrays.values())
+    integers = all(array.dtype == jnp.int32 for array in arrays.values())
     divided = spec.any_rows and _same_rows(infos, spec.sources)
     for name, info, source in zip(names, infos, spec.sources, strict=True):
         if info.shape != source.shape and not divided:

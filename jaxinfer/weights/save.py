@@ -79,7 +79,7 @@ class ParamsCheckpoint:
         if not isinstance(spec.arrays, ArraySpec):  # made of one tensor that is not quantised
             return {name: np.asarray(array) for name, array in leaf.items()}
         own = self._model.arrays.get(spec.path)
-        if own is not None and np.issubdtype(own.dtype or np.float32, np.integer):
+        if own is not None and own.dtype == np.int32:
             return np.asarray(leaf)
         found = stored(leaf, by_output=spec.matrix == "rows")
         return np.asarray(found.dense(self._model.config.dtype))
