@@ -198,7 +198,10 @@ def _rotating_part(config: Mapping[str, Any], head_dim: int) -> float:
 
 def _mixer(config: Mapping[str, Any], kind: str, rope: RopeConfig) -> CompressedAttentionConfig:
     """The attention of a kind of layers."""
-    heads, groups = hf.positive_int(config, "num_attention_heads"), _int(config, "o_groups", 8)
+    heads, groups = (
+        hf.positive_int(config, "num_attention_heads"),
+        hf.positive_int(config, "o_groups", 8),
+    )
     if heads % groups:
         raise ConfigError(
             f"config key 'num_attention_heads' {heads} is not a multiple of 'o_groups' {groups}"
@@ -206,17 +209,14 @@ def _mixer(config: Mapping[str, Any], kind: str, rope: RopeConfig) -> Compressed
     return CompressedAttentionConfig(
         num_heads=heads,
         head_dim=hf.positive_int(config, "head_dim"),
-        query_rank=_int(config, "q_lora_rank", 1024),
-        window=_int(config, "sliding_window", 128),
+        query_rank=hf.positive_int(config, "q_lora_rank", 1024),
+        window=hf.positive_int(config, "sliding_window", 128),
         num_groups=groups,
-        group_rank=_int(config, "o_lora_rank", 1024),
+        group_rank=hf.positive_int(config, "o_lora_rank", 1024),
         rope=rope,
         compressor=None if kind == _SLIDING else _compressor(config, kind, rope),
         norm_eps=hf.positive_float(config, "rms_norm_eps"),
     )
-
-
-_int = hf.positive_int
 
 
 def _compressor(config: Mapping[str, Any], kind: str, rope: RopeConfig) -> CompressorConfig:
