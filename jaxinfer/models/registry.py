@@ -109,6 +109,7 @@ _MODULES = (
     ("Cohere2MoeForCausalLM", "jaxinfer.models.cohere2_moe"),
     ("HYV3ForCausalLM", "jaxinfer.models.hy_v3"),
     ("HYV4ForCausalLM", "jaxinfer.models.hy_v4"),
+    ("DeepseekV4ForCausalLM", "jaxinfer.models.deepseek_v4"),
     ("GraniteMoeSharedForCausalLM", "jaxinfer.models.granite"),
     ("Mistral4ForCausalLM", "jaxinfer.models.mistral4"),
     ("SarvamMoEForCausalLM", "jaxinfer.models.sarvam_moe"),

@@ -242,12 +242,28 @@ def test_wrong_arguments_of_experts(change: dict[str, Any], message: str) -> Non
         ({"w": jnp.zeros((5, 2))}, "tokens .2, 3. do not fit a router"),
         ({"bias": jnp.zeros(4)}, "bias .4,. does not fit 5 experts"),
         ({"is_token": jnp.ones(3, bool)}, "is_token .3,. does not fit 2 tokens"),
+        ({"given": jnp.zeros((2, 3), jnp.int32)}, "experts int32.2, 3. are not int32.2, 2."),
+        (
+            {"routing": Routing(2, "sparsemixer"), "given": jnp.zeros((2, 2), jnp.int32)},
+            "sparsemixer chooses the experts that it weighs",
+        ),
     ],
 )
 def test_wrong_arguments_of_route(change: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"w": jnp.zeros((5, 3)), "routing": Routing(2)}
     with pytest.raises(ValueError, match=message):
         route(RouteArgs(x=jnp.ones((2, 3)), **given | change))
+
+
+def test_given_experts_have_the_weights_of_their_scores_by_hand() -> None:
+    """Scores of logits 2, -1 and 0.5 are the roots of their softplus; each choice is kept."""
+    x, w = jnp.ones((1, 1)), jnp.array([[2.0], [-1.0], [0.5]])
+    scores = np.sqrt(np.log1p(np.exp(np.array([2.0, -1.0, 0.5]))))
+    routing, given = Routing(2, "sqrtsoftplus", True, 1.5), jnp.array([[1, 0]], jnp.int32)
+    choices, weights = route(RouteArgs(x=x, w=w, routing=routing, given=given))
+    assert choices.tolist() == [[1, 0]]
+    expected = 1.5 * scores[[1, 0]] / scores[:2].sum()
+    np.testing.assert_allclose(weights[0], expected, rtol=1e-6)
 
 
 def test_gelu_by_a_sigmoid() -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.block import StepShape
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.mixers.chunks import most_chunks
+from jaxinfer.nn.mixers.compressed_spec import TILE_BYTES, CompressedAttentionConfig
 from jaxinfer.nn.mixers.convolved_spec import ConvolvedAttentionConfig
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
@@ -36,6 +37,7 @@ from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.lib.chunk_scan import CHUNK
 from pallas_kernels.lib.latent_pages import ROPE_DTYPE, num_groups
 from pallas_kernels.lib.page_scales import BITS
+from pallas_kernels.lib.token_tiles import tile_width
 from pallas_kernels.paged_prefill import api as paged_prefill
 from pallas_kernels.paged_prefill.ref import FEW_TOKENS, PrefillArgs
 from pallas_kernels.short_conv import api as short_conv
@@ -178,6 +180,40 @@ def indexed_attention_bytes(config: IndexedAttentionConfig, step: StepShape) -> 
     found = (workspace_of(op, step.platform, args, step.pins.of(op.name)) for op, args in ops)
     heads = (c.num_heads * c.head_dim + index.num_heads * index.head_dim) * dtype.itemsize
     return max(found) + tokens * (heads + 4 * index.num_heads * index.top_k)
+
+
+def compressed_bytes(config: CompressedAttentionConfig, step: StepShape) -> int:
+    """The entries that a tile of tokens gathers, their scores and weights; the queries, outputs and
+    keys of all tokens and their forms in float32; and the values and gates of windows.
+    """
+    of: Any = jax.ShapeDtypeStruct
+    c, own, (tokens, dtype) = config, config.compressor, (step.x.shape[0], step.x.dtype)
+    count = c.entries_at_once
+    tile = tile_width(tokens, TILE_BYTES // (4 * c.head_dim * count))
+    heads = c.num_heads * c.head_dim
+    tiles = tile * (3 * 4 * count * (c.head_dim + c.num_heads) + 4 * 4 * heads)
+    queries = tokens * heads * (4 + 2 * dtype.itemsize)
+    if own is None:
+        return tiles + queries
+    # values and gates in float32, as they are gathered by windows, and their weights
+    channels, chosen = own.num_series * c.head_dim, 0
+    if (index := own.indexer) is not None:
+        channels += own.num_series * index.head_dim
+        among = IndexTopkArgs(
+            q=of((tokens, index.num_heads, index.head_dim), dtype),
+            weights=of((tokens, index.num_heads), jnp.float32),
+            pages=of((1, 16, index.head_dim), dtype),
+            page_table=of((tokens, MOST_PAGES), jnp.int32),
+            rows=of((tokens,), jnp.int32),
+            lens=of((tokens,), jnp.int32),
+            top_k=index.top_k,
+        )
+        op = index_topk.OP
+        tiles = max(tiles, workspace_of(op, step.platform, among, step.pins.of(op.name)))
+        chosen = tokens * (4 * index.top_k + 8 * index.num_heads * index.head_dim)
+    windows = tokens // own.ratio + 2 * step.num_prompts
+    compressed = 4 * channels * (5 * (tokens + own.ratio * windows) + 9 * windows)
+    return tiles + queries + chosen + compressed
 
 
 def delta_bytes(config: DeltaConfig, step: StepShape) -> int:
