@@ -2,7 +2,7 @@
 
 Entries are keys, and their latents values, of one kv head that all queries share: see
 ``latent_decode.ref``. Prompts stay with XLA, which expands keys and values: 256 tokens at once took
-it 36 ms a layer of DeepSeek-V2-Lite, and the absorbed form 48.
+it 36 ms a layer of DeepSeek-V2-Lite, and the absorbed form 48 (with other work on the cores).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ssd_decode by the native library, in float32 and in place.
 
-XLA's version goes through each state several times: a layer of Granite 4 H Tiny took 5.4 ms with
-one row, and takes 0.19 (two shared cores of an AMD EPYC).
+XLA's version goes through each state several times: a layer of Granite 4 H Tiny takes it 0.3 ms
+with one row and 0.85 with eight, and this one 0.03 and 0.15 (two cores of an AMD EPYC).
 """
 
 from __future__ import annotations
