@@ -82,7 +82,8 @@ def attend(args: PrefillArgs, value_dim: int | None = None) -> jax.Array:  # [T,
     return call(ATTENTION, result, *arrays, **scores, window=np.int64(args.window or 0))
 
 
-def nothing() -> jax.Array:
+def nothing() -> jax.Array:  # int32[0]
+    """An array that stands for none: of rows without starts, or tokens without slots."""
     return jnp.zeros(0, jnp.int32)
 
 

@@ -57,7 +57,7 @@ def ssd_decode(
 
 
 def _convolution_fits(args: SsdDecodeArgs) -> bool:
-    """Whether the arrays of the convolution are there together, and fit."""
+    """True if the arrays of the convolution are there together, and fit."""
     if args.conv is None or args.convs is None:
         return args.conv is args.convs is args.conv_bias
     channels = args.mixed.shape[1:]

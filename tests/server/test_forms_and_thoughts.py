@@ -153,7 +153,7 @@ MARKS = (
 def test_strings_of_a_form_may_contain_marks(
     servers: dict[str, Server], name: str, tools: list[Any]
 ) -> None:
-    """Of thoughts, calls and turns, as in vLLM's issue 48663: they are the text of the string."""
+    """The marks of thoughts, calls and turns are the string's text there (vLLM's issue 48663)."""
     prompt = PROMPTS[name]
     server, device = servers[prompt.template]
     schema = {**SCHEMA, "properties": {"q": {"type": "string"}}, "required": ["q"]}

@@ -228,67 +228,6 @@ ffi::Error FixedGemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   return ffi::Error::Success();
 }
 
-// Consecutive tokens of a row that go through its keys together.
-struct TokenTile {
-  int64_t row, first, count, length;  // the context of the first token
-};
-
-// The tiles of a step's tokens. Without starts each row is one token, its context's last; else those
-// of a row end with its context, and the tokens behind all rows are padding, which has no tile.
-std::vector<TokenTile> TilesOfTokens(const int32_t* lengths, int64_t rows, const int32_t* starts,
-                                     int64_t most) {
-  std::vector<TokenTile> tiles;
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t begin = starts == nullptr ? row : starts[row];
-    const int64_t end = starts == nullptr ? row + 1 : starts[row + 1];
-    for (int64_t first = begin; first < end; first += most) {
-      tiles.push_back({row, first, std::min(most, end - first), lengths[row] - (end - 1 - first)});
-    }
-  }
-  return tiles;
-}
-
-// Attention of rows of queries over pages; see paged_prefill.api. Without starts (an empty array)
-// each row is one query, its context's last token: see attend_ref.
-ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> keys,
-                     ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> table,
-                     ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts,
-                     ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> slopes,
-                     ffi::ResultBuffer<ffi::F32> result, float scale, float cap, int64_t window) {
-  const Variant& variant = *Variants()[chosen];
-  const auto dims = keys.dimensions();
-  const int64_t value_dim = result->dimensions()[2];
-  const Pages pages{keys.typed_data(), values.typed_data(), dims[1], dims[2], dims[3], value_dim};
-  const int64_t tokens = q.dimensions()[0], heads = q.dimensions()[1];
-  const int64_t rows = lengths.dimensions()[0], width = table.dimensions()[1];
-  const int64_t group = heads / pages.heads;
-  const int64_t stride = heads * pages.head_dim, out_stride = heads * value_dim;
-  const int32_t* start = starts.element_count() == 0 ? nullptr : starts.typed_data();
-  const auto of_heads = [](const ffi::Buffer<ffi::F32>& each, int64_t head) {
-    return each.element_count() == 0 ? nullptr : each.typed_data() + head;
-  };
-  const int64_t most = std::clamp<int64_t>(kMostQueries / group, 1, kMostAttending);
-  const auto tiles = TilesOfTokens(lengths.typed_data(), rows, start, most);
-  const int64_t padding = start == nullptr ? tokens : start[rows];
-  float* const out = result->typed_data();
-  std::fill(out + padding * out_stride, out + tokens * out_stride, 0.f);
-  const int64_t units = tiles.size() * pages.heads;
-  ParallelFor(pool, units, [&](int64_t unit) {
-    const int64_t last = units - 1 - unit;  // the longest context of a prompt first
-    const TokenTile& tile = tiles[last / pages.heads];
-    const int64_t kv_head = last % pages.heads;
-    for (int64_t i = kv_head * group; i < (kv_head + 1) * group; i += kMostQueries) {
-      variant.attend({&pages, table.typed_data() + tile.row * width, kv_head, tile.count,
-                      std::max<int64_t>(tile.length, 0), window,
-                      std::min((kv_head + 1) * group - i, kMostQueries), stride, out_stride,
-                      q.typed_data() + tile.first * stride + i * pages.head_dim,
-                      of_heads(sinks, i), of_heads(slopes, i),
-                      out + tile.first * out_stride + i * value_dim, scale, cap});
-    }
-  });
-  return ffi::Error::Success();
-}
-
 // 16 sums at a time, which the compiler makes vectors of.
 float RootMeanSquareInverse(const float* x, int64_t n, float eps) {
   float sums[16] = {}, sum = 0.f;
@@ -397,6 +336,7 @@ ffi::Error Sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
   return ffi::Error::Success();
 }
 
+#include "attention.inc"
 #include "experts.inc"
 #include "mask.inc"
 #include "delta.inc"
