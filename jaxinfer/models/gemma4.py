@@ -44,7 +44,7 @@ from jaxinfer.nn.decoder_config import (
     LayerSpec,
 )
 from jaxinfer.nn.ffn.beside_spec import DenseAndExpertsConfig
-from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig, SharedBlocksConfig
+from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig
 from jaxinfer.nn.mixers.shared_spec import SharedAttentionConfig
 from jaxinfer.nn.rope import RopeConfig
 from pallas_kernels.route.routing import Routing
@@ -283,7 +283,7 @@ def _rope(config: Mapping[str, Any], kind: str, head_dim: int) -> RopeConfig:
 def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """The parameters of ``Decoder``, with Hugging Face's names of their sources."""
     d, inputs = config.hidden_size, config.layer_inputs
-    assert not isinstance(inputs, SharedBlocksConfig)
+    assert inputs is None or isinstance(inputs, LayerInputsConfig)
     specs = list(gqa_param_specs(config, norms=_NORMS, experts=_beside_specs, mixers=shared_specs))
     for i in range(len(config.layers)):
         specs.extend(_end_specs(f"layers_{i}/", f"model.layers.{i}.", d, inputs))

@@ -18,7 +18,6 @@ from jaxinfer.core.errors import ConfigError
 WITHOUT_HEAD = "_without_head"  # which the engine sets for tasks that need no head
 NO_EFFECT = frozenset(
     {
-        WITHOUT_HEAD,
         # names and versions
         *("_commit_hash", "_name_or_path", "architectures", "auto_map", "finetuning_task"),
         "is_composition",

@@ -15,7 +15,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_SIZE
-from jaxinfer.models.hf_keys import KeysRead, refuse_unread
+from jaxinfer.models.hf_keys import WITHOUT_HEAD, KeysRead, refuse_unread
 from jaxinfer.models.wrappers import (
     OF_OTHER_KINDS,
     OTHER_LAYERS,
@@ -109,6 +109,7 @@ _MODULES = (
     ("Cohere2MoeForCausalLM", "jaxinfer.models.cohere2_moe"),
     ("HYV3ForCausalLM", "jaxinfer.models.hy_v3"),
     ("HYV4ForCausalLM", "jaxinfer.models.hy_v4"),
+    ("DeepseekV4ForCausalLM", "jaxinfer.models.deepseek_v4"),
     ("GraniteMoeSharedForCausalLM", "jaxinfer.models.granite"),
     ("Mistral4ForCausalLM", "jaxinfer.models.mistral4"),
     ("SarvamMoEForCausalLM", "jaxinfer.models.sarvam_moe"),
@@ -287,6 +288,8 @@ def build_model(
     family, architecture = family_for(hf_config), _architecture(hf_config)
     keys = KeysRead(hf_config)
     config = family.config_from_hf(keys, jnp.dtype(dtype))
+    if keys.get(WITHOUT_HEAD):  # as if the embedding were the head, which is not used
+        config = replace(config, tie_word_embeddings=True)
     refuse_unread(keys, architecture)
     _check_sizes(config)
     config = config.for_context(max_model_len or config.lengths[0])

@@ -128,6 +128,16 @@ class BlockInputs(NamedTuple):
         return self._replace(embeddings=self.embeddings[tokens])
 
 
+class TokenIds(NamedTuple):
+    """The input of layers whose experts depend on the token's id: see ``nn.layer_spec``."""
+
+    ids: jax.Array  # int32[T]
+
+    def take(self, tokens: jax.Array) -> TokenIds:  # int32[B]
+        """The ids of a subset of the tokens."""
+        return TokenIds(self.ids[tokens])
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepContext:
@@ -142,8 +152,8 @@ class StepContext:
     rows: Rows | None = None  # None: one whole sequence, without state
     pages: tuple[Pages, ...] = ()
     angles: tuple[Angles, ...] = ()
-    # [T, L, P], or those of blocks that layers share: see ``nn.layer_spec``
-    layer_inputs: jax.Array | BlockInputs | None = None
+    # [T, L, P], or those of blocks that layers share, or ids of tokens: see ``nn.layer_spec``
+    layer_inputs: jax.Array | BlockInputs | TokenIds | None = None
     arrivals: jax.Ref | None = None  # int32[...]: zeros, as many as ``append_decode`` needs
     peers: Peers | None = None  # the exchange memory of several devices, if they have some
     num_decodes: int = field(default=0, metadata={"static": True})
@@ -177,7 +187,7 @@ class StepContext:
         rows = self.rows and self.rows._replace(is_token=self.rows.is_token[tokens])
         inputs = self.layer_inputs
         if inputs is not None:
-            inputs = inputs.take(tokens) if isinstance(inputs, BlockInputs) else inputs[tokens]
+            inputs = inputs[tokens] if isinstance(inputs, jax.Array) else inputs.take(tokens)
         return replace(self, positions=self.positions[tokens], rows=rows, layer_inputs=inputs)
 
     def of_rows(self, tokens: jax.Array) -> StepContext:  # int32[B]

@@ -25,6 +25,7 @@ from jaxinfer.nn.layer_spec import (
     NormSpec,
     QKNormKind,
     SharedBlocksConfig,
+    TokenIdsConfig,
 )
 from jaxinfer.nn.positions import Alibi, Sinusoids
 from jaxinfer.nn.residual_spec import PlainResidual, ResidualSpec
@@ -188,10 +189,11 @@ class ExpertsConfig(FeedForwardSpec):
     """A mixture of experts: ``count`` gated networks of width ``width``, and a router.
 
     ``bias`` says that experts have biases (or their "sum" has one), ``router_bias`` that logits do,
-    ``choice_bias`` that the scores by which experts are chosen have them, ``expert_scale`` that
-    weights are multiplied by a parameter of each expert. ``shared`` is a network that every token
-    uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and it is
-    multiplied by ``shared_scale``. With ``weighs_inputs`` a token is multiplied by its weight
+    ``choice_bias`` that the scores by which experts are chosen have them, ``by_id`` that a table
+    of token ids has a token's experts (the decoder then has a ``TokenIdsConfig``), ``expert_scale``
+    that weights are multiplied by a parameter of each expert. ``shared`` is a network that every
+    token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and
+    it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token is multiplied by its weight
     before the expert instead of after it (Llama 4). Choices from ``count`` on are of
     ``zero_experts``, which return the token itself, without ``zero_keeps`` zeros. With ``latent``
     experts read a projection of the token to that width, and their sum is projected back.
@@ -208,6 +210,7 @@ class ExpertsConfig(FeedForwardSpec):
     bias: bool | Literal["sum"] = False
     router_bias: bool = False
     choice_bias: bool = False
+    by_id: bool = False
     expert_scale: bool = False
     shared: FeedForwardConfig | None = None
     shared_gate: bool = False
@@ -320,7 +323,7 @@ class DecoderSpec:
     embed_norm: bool | Literal["plain"] = False
     embed_width: int | None = None
     residual: ResidualSpec = PlainResidual()
-    layer_inputs: LayerInputsConfig | SharedBlocksConfig | None = None
+    layer_inputs: LayerInputsConfig | SharedBlocksConfig | TokenIdsConfig | None = None
     logit_cap: float | None = None
     logit_scale: float | None = None
     head_bias: bool = False

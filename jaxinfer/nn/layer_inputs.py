@@ -11,13 +11,13 @@ and of ``LayerEnd`` within those of the layer:
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.context import StepContext, TokenIds
 from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig
 from jaxinfer.nn.linear import Norm, Outputs, Stream, linear
 from jaxinfer.nn.weight import param, weight
@@ -49,6 +49,21 @@ class LayerInputs(nn.Module):
         made = (made * jnp.asarray(x.shape[1] ** -0.5, x.dtype)).reshape(shape)
         made = rms_norm(made, param(self, "norm"), c.norm_eps, fixed=ctx.pins.invariant)
         return (made + own.reshape(shape)) * jnp.asarray(0.5**0.5, x.dtype)
+
+
+@dataclass(frozen=True)
+class OwnTokenIds:
+    """The ids of tokens as the input of all layers."""
+
+    def __call__(
+        self,
+        token_ids: jax.Array,  # int32[T]
+        x: jax.Array,  # [T, D]
+        ctx: StepContext,
+    ) -> TokenIds:
+        """See ``TokenIdsConfig``."""
+        del x, ctx
+        return TokenIds(token_ids)
 
 
 class LayerEnd(nn.Module):

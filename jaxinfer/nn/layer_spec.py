@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -80,6 +80,17 @@ class SharedBlocksConfig:
     def module(self) -> nn.Module:
         """The module, which has the parameters of all blocks."""
         return import_module("jaxinfer.nn.mixers.after_block").SharedBlocks(self)
+
+
+@dataclass(frozen=True)
+class TokenIdsConfig:
+    """The inputs of layers whose experts are chosen by the token's id (``ExpertsConfig.by_id``)."""
+
+    elements: ClassVar[int] = 1  # see ``LayerInputsConfig``; all layers have the same
+
+    def module(self) -> Any:
+        """The module, which has no parameters."""
+        return import_module("jaxinfer.nn.layer_inputs").OwnTokenIds()
 
 
 @dataclass(frozen=True)

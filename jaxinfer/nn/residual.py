@@ -10,9 +10,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.nn.linear import BlockOutput, Outputs, Stream, whole
-from jaxinfer.nn.residual_spec import HyperResidual
+from jaxinfer.nn.residual_spec import HyperResidual, MixedResidual
 from jaxinfer.nn.weight import param, take_rows
 
 # The stream after a block, of the tokens of the block's output: of its input [T, D], and of its
@@ -71,6 +72,7 @@ class Hyper(nn.Module):
 
     ways [n * D, 2n]   base [2n]   scale [2]: of reading, of adding
       outside the layers [n * D, n], [n], [1], of the end
+      and of ``Mixed`` in layers [n * D, (2 + n) * n], [(2 + n) * n], [3]: of the mixture, too
     """
 
     config: HyperResidual
@@ -86,31 +88,48 @@ class Hyper(nn.Module):
     ) -> tuple[Stream, Add]:
         """See ``Plain``."""
         c, total = self.config, stream.total()
-        into, out = self._ways(total)
-        out = c.magnitude * out + c.eps
-        kept, out = (total, out) if only is None else (take_rows(total, only), take_rows(out, only))
-
-        def add(x: jax.Array, delta: Any) -> Stream:
-            made = Stream(jnp.zeros_like(x), delta).total().astype(jnp.float32)
-            added = out[..., None] * made[:, None] + self._split(kept).astype(jnp.float32)
-            return Stream(added.astype(x.dtype).reshape(kept.shape))
-
-        return self._summed(total, into), add
+        n = c.num_streams
+        into, out = jnp.split(jax.nn.sigmoid(self._found(total, (n, n))), 2, axis=1)
+        return self._summed(total, into), self._adding(total, c.magnitude * out + c.eps, None, only)
 
     def end(self, stream: Stream) -> Stream:
         """The weighted sum of the streams."""
         total = stream.total()
-        return self._summed(total, *self._ways(total))
+        found = self._found(total, (self.config.num_streams,))
+        return self._summed(total, jax.nn.sigmoid(found))
 
-    def _ways(self, total: jax.Array) -> list[jax.Array]:  # float32[T, n] each
-        """The sigmoids of a token, for reading and for adding."""
-        flat, n = total.astype(jnp.float32), self.config.num_streams
+    def _found(
+        self, total: jax.Array, sizes: tuple[int, ...]
+    ) -> jax.Array:  # float32[T, sum(sizes)]
+        """The projections of a token's streams, each of which has its scale, with their bases."""
+        flat = total.astype(jnp.float32)
         square = jnp.mean(jnp.square(flat), axis=1, keepdims=True)
         found = jnp.matmul(flat, param(self, "ways"), precision=jax.lax.Precision.HIGHEST)
         found = found * jax.lax.rsqrt(square + self.config.norm_eps)
-        scale = jnp.repeat(param(self, "scale"), n)
-        found = jax.nn.sigmoid(found * scale + param(self, "base"))
-        return jnp.split(found, found.shape[1] // n, axis=1)
+        scale = jnp.repeat(param(self, "scale"), np.array(sizes), total_repeat_length=sum(sizes))
+        return found * scale + param(self, "base")
+
+    def _adding(
+        self,
+        total: jax.Array,  # [T, n * D]
+        out: jax.Array,  # float32[T, n]
+        mixture: jax.Array | None,  # float32[T, n, n]
+        only: jax.Array | None,  # int32[B]
+    ) -> Add:
+        """How a block's output is added to the streams, or to a mixture of them."""
+        if only is not None:
+            total, out = take_rows(total, only), take_rows(out, only)
+            mixture = None if mixture is None else mixture[only]
+
+        def add(x: jax.Array, delta: Any) -> Stream:
+            made = Stream(jnp.zeros_like(x), delta).total().astype(jnp.float32)
+            kept = self._split(total).astype(jnp.float32)
+            if mixture is not None:  # as products and sums, which no device rounds to TF32
+                kept = jnp.sum(mixture[..., None] * kept[:, :, None], axis=1)
+            added = out[..., None] * made[:, None] + kept
+            return Stream(added.astype(x.dtype).reshape(total.shape))
+
+        return add
 
     def _summed(self, total: jax.Array, ways: jax.Array) -> Stream:
         """The streams times their weights float32[T, n]."""
@@ -119,6 +138,39 @@ class Hyper(nn.Module):
 
     def _split(self, total: jax.Array) -> jax.Array:  # [T, n, D]
         return total.reshape(len(total), self.config.num_streams, -1)
+
+
+class Mixed(Hyper):
+    """How a block uses streams that it mixes: see ``MixedResidual``."""
+
+    config: MixedResidual
+
+    def read(
+        self,
+        stream: Stream,
+        only: jax.Array | None,  # int32[B]
+    ) -> tuple[Stream, Add]:
+        """See ``Plain``."""
+        c, total = self.config, stream.total()
+        n = c.num_streams
+        into, out, mixture = jnp.split(self._found(total, (n, n, n * n)), (n, 2 * n), axis=1)
+        out = c.magnitude * jax.nn.sigmoid(out)
+        adding = self._adding(total, out, self._mixture(mixture.reshape(-1, n, n)), only)
+        return self._summed(total, jax.nn.sigmoid(into)), adding
+
+    def _mixture(self, logits: jax.Array) -> jax.Array:  # float32[T, n, n]
+        """The doubly stochastic matrices that Sinkhorn's iterations approach."""
+        eps = self.config.eps
+        made = jax.nn.softmax(logits, axis=2) + eps
+
+        def divided(made: jax.Array, axis: int) -> jax.Array:
+            return made / (jnp.sum(made, axis=axis, keepdims=True) + eps)
+
+        def round_of(_: int, made: jax.Array) -> jax.Array:
+            return divided(divided(made, 2), 1)
+
+        # a loop: unrolled, 8 blocks took 10 s longer to compile
+        return jax.lax.fori_loop(0, self.config.rounds - 1, round_of, divided(made, 1))
 
 
 def _added(x: jax.Array, delta: BlockOutput, scale: float) -> Stream:

@@ -65,6 +65,24 @@ class HyperResidual:
 
 
 @dataclass(frozen=True)
+class MixedResidual(HyperResidual):
+    """Several streams that a block mixes before its output is added: manifold-constrained
+    hyper-connections (mHC, DeepSeek-V4).
+
+    The weights of outputs are as in ``HyperResidual``, without ``eps``. Those of the mixture, an
+    [n, n] matrix of each token, are a softmax of each row plus ``eps``, whose columns and rows are
+    then divided by their sums plus ``eps`` (Sinkhorn and Knopp 1967): columns ``rounds`` times and
+    rows once less. Stream k becomes the sum of the streams j times element [j, k].
+    """
+
+    rounds: int
+
+    def module(self, name: str) -> Any:
+        """See ``ResidualSpec``."""
+        return import_module("jaxinfer.nn.residual").Mixed(self, name=name)
+
+
+@dataclass(frozen=True)
 class WeightedResidual:
     """One stream, which is multiplied by a parameter of each block before its output is added."""
 

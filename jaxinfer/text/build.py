@@ -4,10 +4,11 @@ as llama.cpp defines it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
@@ -75,7 +76,7 @@ def _of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         raise TokenizerError(
             f"The GGUF tokenizer model {short(model)} is not supported; gpt2, llama and gemma4 are."
         )
-    _add_tokens(tokenizer, tokens, types)
+    _add_tokens(tokenizer, tokens, types, _symbols(metadata))
     _add_post_processor(tokenizer, metadata, named_tokens(metadata), add_bos)
     return tokenizer
 
@@ -136,14 +137,40 @@ def _sentencepiece(
     tokenizer = Tokenizer(model)
     space_prefix = flag(metadata, "add_space_prefix", required(metadata, "model") == "llama")
     spaces = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if space_prefix else spaces
-    )
+    if space_prefix and flag(metadata, "space_prefix_once", False):
+        tokenizer.normalizer = spaces
+        once = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+        tokenizer.pre_tokenizer = once
+    elif space_prefix:
+        own = _symbols(metadata)
+        symbols = [token for token, token_id in vocab.items() if token_id in own]
+        tokenizer.normalizer = normalizers.Sequence([spaces, _prefix(symbols)])
+    else:
+        tokenizer.normalizer = spaces
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if space_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
+
+
+def _symbols(metadata: Mapping[str, Any]) -> frozenset[int]:
+    """The ids of sentencepiece's user-defined symbols; see ``model_files``."""
+    name = "symbol_token_ids"
+    is_there = f"tokenizer.ggml.{name}" in metadata
+    return frozenset(listed(metadata, name, int) if is_there else ())
+
+
+def _prefix(symbols: Sequence[str]) -> normalizers.Normalizer:
+    """Puts "▁" before each text between tokens that are not of the model itself.
+
+    The library normalises the texts of tokens that it looks for in normalised texts, too; those of
+    the ``symbols`` have to stay.
+    """
+    if not symbols:
+        return normalizers.Prepend("▁")
+    either = "|".join(map(re.escape, symbols))
+    return normalizers.Replace(Regex(rf"\A(?!(?:{either})\z)(?=[\s\S])"), "▁")
 
 
 def _merges_from_scores(
@@ -162,13 +189,17 @@ def _merges_from_scores(
     return [(left, right) for *_, left, right in ranked]
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Make control tokens special, and user-defined ones whole words that are not special."""
+def _add_tokens(
+    tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], symbols: Set[int]
+) -> None:
+    """Make control tokens special, and user-defined ones whole words that are not special. The
+    ``symbols`` are those of a sentencepiece model, found once spaces are "▁".
+    """
 
     def of(*kinds: TokenType) -> list[AddedToken]:
         wanted = {*map(int, kinds)}
-        listed = (token for token, kind in zip(tokens, types, strict=True) if kind in wanted)
-        return [AddedToken(token, normalized=False) for token in listed]
+        found = (token_id for token_id, kind in enumerate(types) if kind in wanted)
+        return [AddedToken(tokens[one], normalized=one in symbols) for one in found]
 
     tokenizer.add_special_tokens(of(TokenType.CONTROL, TokenType.UNKNOWN))
     tokenizer.add_tokens(of(TokenType.USER_DEFINED))

@@ -30,6 +30,7 @@ _READ_KEYS = frozenset(
     | {f"{role}_token_id" for role in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     | {f"fim_{role}_token_id" for role in ("pad", "rep", "sep")}
     | {"eos_token_ids"}
+    | {"space_prefix_once", "symbol_token_ids"}  # of ``model_files`` alone
 )
 # Roles that are not used here (the format has both spellings of the separator's), and those of a
 # fill-in-the-middle prompt with their older names.

@@ -7,6 +7,7 @@ What else a tokenizer needs is in tokenizer_config.json: further tokens, and tho
 
 from __future__ import annotations
 
+import re
 import struct
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from jaxinfer.text.pieces import byte_to_char
 BPE = 2  # sentencepiece's number of that kind of model
 KIMI_CLASS = "TikTokenTokenizer"  # of tokenizer_config.json, for tokenization_kimi.py
 KIMI_SPECIAL = 256  # ids for special tokens, after those of the file
+_MAX_TOKENS = 1 << 21  # the largest vocabularies have 262,144
+_RANKED = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a line of tiktoken's
 _EDGES = ("lstrip", "rstrip", "single_word")
 _REMEDY = "save the model's tokenizer.json with transformers, or name a GGUF file by tokenizer="
 
@@ -30,6 +33,11 @@ def sentencepiece_metadata(data: bytes, config: Mapping[str, Any]) -> dict[str, 
     Raises ``TokenizerError`` for a damaged file, a model that is not BPE, and a normalisation of
     texts.
     """
+    if _RANKED.match(data):
+        raise TokenizerError(
+            "tokenizer.model has the ranks of tiktoken, as of Llama 3 and GLM-4, whose words are "
+            f"unknown here; {_REMEDY}"
+        )
     try:
         fields = [*_fields(data)]
         pieces = [dict(_fields(value)) for number, value in fields if number == 1]
@@ -49,14 +57,19 @@ def sentencepiece_metadata(data: bytes, config: Mapping[str, Any]) -> dict[str, 
             f"extra spaces, which is not supported; {_REMEDY}"
         )
     types = [piece.get(3, TokenType.NORMAL) for piece in pieces]
+    symbols = {n for n, kind in enumerate(types) if kind == TokenType.USER_DEFINED}
+    prefix = config.get("add_prefix_space")  # may be null
     ids = {role: trainer.get(40 + n, n) for n, role in enumerate(("unknown", "bos", "eos"))}
     made = {
         "model": "llama",
         "scores": scores,
-        "add_space_prefix": bool(config.get("add_prefix_space", normalizer.get(3, 1))),
+        "add_space_prefix": bool(normalizer.get(3, 1) if prefix is None else prefix),
+        # transformers' "legacy" Llama puts a space behind each added token, too
+        "space_prefix_once": config.get("legacy") is False,
         **{f"{role}_token_id": number for role, number in ids.items() if number < len(tokens)},
     }
-    _add_tokens(tokens, types, config)
+    symbols -= _add_tokens(tokens, types, config)
+    made["symbol_token_ids"] = sorted(symbols)
     scores += [0.0] * (len(tokens) - len(scores))
     return _metadata(made, tokens, types, config, add_bos=True)
 
@@ -96,17 +109,37 @@ def _pairs(ranks: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         yield from sorted(cuts, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
+def with_added_tokens(
+    config: Mapping[str, Any], special_map: Mapping[str, Any], added: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """tokenizer_config.json with special_tokens_map.json and added_tokens.json, in which older
+    folders have the tokens that now are in its ``added_tokens_decoder``.
+    """
+    if "added_tokens_decoder" in config:
+        return config
+    found = {**config, **special_map}
+    entries = [value for key, value in found.items() if key.endswith("_token")]
+    entries += found.get("additional_special_tokens") or ()
+    special = [entry.get("content") if isinstance(entry, Mapping) else entry for entry in entries]
+    decoder = {key: {"content": token, "special": token in special} for token, key in added.items()}
+    return {**found, "added_tokens_decoder": decoder}
+
+
 def _add_tokens(
     tokens: list[str], types: list[int], config: Mapping[str, Any], size: int = 0
-) -> None:
-    """Add the tokens of ``added_tokens_decoder``, and reserved ones up to the size."""
+) -> set[int]:
+    """Add the tokens of ``added_tokens_decoder``, and reserved ones up to the size; returns the ids
+    of the former.
+    """
     added = config.get("added_tokens_decoder") or {}
     try:
         entries = {int(key): (entry["content"], entry) for key, entry in added.items()}
+        if wrong := [number for number in entries if not 0 <= number < _MAX_TOKENS]:
+            raise ValueError(f"the id {wrong[0]}")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise TokenizerError(
-            f"added_tokens_decoder of tokenizer_config.json is unusable ({error}); download it "
-            "again"
+            "added_tokens_decoder of tokenizer_config.json, or added_tokens.json, is unusable "
+            f"({error}); download it again"
         ) from error
     for number in range(len(tokens), max([size, *(key + 1 for key in entries)])):
         tokens.append(f"<|reserved_token_{number}|>")
@@ -120,6 +153,7 @@ def _add_tokens(
         tokens[number] = content
         if types[number] != TokenType.UNKNOWN:
             types[number] = TokenType.CONTROL if entry.get("special") else TokenType.USER_DEFINED
+    return {*entries}
 
 
 def _metadata(

@@ -157,26 +157,30 @@ def _filled(shape: tuple[int, ...], array: ArraySpec, constant: Any) -> np.ndarr
     int4 experts took 81 s.
     """
     values = np.atleast_1d(np.asarray(constant, array.dtype))
-    filled = np.empty(shape, array.dtype)
-    filled.reshape(-1, values.size)[...] = values
-    return filled
+    filled = np.empty(math.prod(shape), array.dtype)
+    whole = filled.size - filled.size % values.size
+    filled[:whole].reshape(-1, values.size)[...] = values
+    filled[whole:] = values[: filled.size - whole]
+    return filled.reshape(shape)
 
 
 def _constants(arrays: Mapping[str, ArraySpec]) -> dict[str, Any]:
     """By path, the value of every element of an array, or values to repeat; None for random."""
-    folders: dict[str, dict[str, None]] = {}
-    for path in arrays:
+    folders: dict[str, dict[str, ArraySpec]] = {}
+    for path, array in arrays.items():
         folder, _, name = path.rpartition("/")
-        folders.setdefault(folder, {})[name] = None
+        folders.setdefault(folder, {})[name] = array
     return {path: _constant(path, folders[path.rpartition("/")[0]]) for path in arrays}
 
 
-def _constant(path: str, names: Mapping[str, None]) -> Any:
+def _constant(path: str, names: Mapping[str, ArraySpec]) -> Any:
     """See ``_constants``; ``names`` are those of all arrays of the same module or matrix."""
     name = path.rpartition("/")[2]
     if is_matrix(names):
         kind = next(one for one in names if is_matrix({one: None}))
         return _factor(name, kind, names)
+    if name == "expert_table":  # each token's experts are the next ones
+        return np.arange(names["router"].shape[0])
     if name == "scales":
         return _DEVIATION / _DEVIATIONS["int8"]
     if name.endswith("bias"):

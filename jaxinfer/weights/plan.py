@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
@@ -22,6 +23,7 @@ from pallas_kernels.lib.quantised import Form
 
 _MAX_NAMED = 3  # tensors in one message
 _HEAD = "lm_head.weight"
+_INTEGERS = ("I32", "I64")  # the dtypes in which a parameter of integers is stored
 _BARE = re.compile(r"(embed_tokens|layers|norm)\.")
 
 
@@ -138,6 +140,8 @@ def _plan_param(
 ) -> PlannedParam:
     names = tuple(own_names[canonical_name(model.family, source.name)] for source in spec.sources)
     infos = [checkpoint.tensors[name] for name in names]
+    arrays = {path: model.arrays[path] for path in spec.leaves}
+    integers = all(array.dtype == jnp.int32 for array in arrays.values())
     divided = spec.any_rows and _same_rows(infos, spec.sources)
     for name, info, source in zip(names, infos, spec.sources, strict=True):
         if info.shape != source.shape and not divided:
@@ -145,12 +149,12 @@ def _plan_param(
                 f"tensor {name}{_place(info)} has shape {info.shape} instead of {source.shape}; "
                 "check that config.json belongs to these weights"
             )
-        if source.form is None and not info.readable:
+        if source.form is None and not (info.dtype in _INTEGERS if integers else info.readable):
+            wanted = " or ".join(_INTEGERS) if integers else "F32, F16 or BF16"
             raise CheckpointError(
                 f"tensor {name}{_place(info)} is stored as {info.dtype}, which cannot be read; "
-                "convert the model to F32, F16 or BF16"
+                f"convert the model to {wanted}"
             )
-    arrays = {path: model.arrays[path] for path in spec.leaves}
     distinct = dict(zip(names, infos, strict=True))  # the parts of a stack are of one tensor
     return PlannedParam(spec, arrays, names, sum(info.nbytes for info in distinct.values()))
 

@@ -23,8 +23,8 @@ from jaxinfer.weights.quantised.write import write_tensors
 from jaxinfer.weights.stacked_experts import StackedExperts
 from pallas_kernels.lib.quantised import Form, Quantised
 
-_DTYPES = ("float32", "float16", "bfloat16")
-_STORED = ("F32", "F16", "BF16")
+_DTYPES = ("float32", "float16", "bfloat16", "int32")
+_STORED = ("F32", "F16", "BF16", "I32")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
 _OF_THE_FILES = ("transformers_weights",)  # keys of config.json about the files it came with
 
@@ -78,6 +78,9 @@ class ParamsCheckpoint:
             leaf = leaf[part]
         if not isinstance(spec.arrays, ArraySpec):  # made of one tensor that is not quantised
             return {name: np.asarray(array) for name, array in leaf.items()}
+        own = self._model.arrays.get(spec.path)
+        if own is not None and own.dtype == np.int32:
+            return np.asarray(leaf)
         found = stored(leaf, by_output=spec.matrix == "rows")
         return np.asarray(found.dense(self._model.config.dtype))
 

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import NoTokenizerError, SourceError, TokenizerError
 from jaxinfer.core.json_text import read_json, read_text
-from jaxinfer.text.model_files import sentencepiece_metadata, tiktoken_metadata
+from jaxinfer.text.model_files import (
+    sentencepiece_metadata,
+    tiktoken_metadata,
+    with_added_tokens,
+)
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 if TYPE_CHECKING:
@@ -78,11 +82,16 @@ def _spec_from_folder(folder: Path) -> TokenizerSpec:
     read = VOCABULARIES[file.name]
     text = _read(file) if read is None else None
     config = _read_json(folder / "tokenizer_config.json")
+    special_map = _read_json(folder / "special_tokens_map.json")
+    metadata = None
+    if read is not None:
+        added = _read_json(folder / "added_tokens.json")
+        metadata = read(file.read_bytes(), with_added_tokens(config, special_map, added))
     return TokenizerSpec(
         tokenizer_json=text,
-        gguf_metadata=None if read is None else read(file.read_bytes(), config),
+        gguf_metadata=metadata,
         tokenizer_config=config,
-        special_tokens_map=_read_json(folder / "special_tokens_map.json"),
+        special_tokens_map=special_map,
         chat_template=_chat_template(folder),
         additional_chat_templates={
             file.stem: _read(file)

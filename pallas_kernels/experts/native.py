@@ -22,6 +22,7 @@ from pallas_kernels.quantised_gemm.native import BLOCK, LANES, PADDING, misfit_o
 from pallas_kernels.quantised_gemm.native import KINDS as QUANTISED_KINDS
 
 KINDS = MappingProxyType({**QUANTISED_KINDS, PLAIN: 3})  # as in kernel.h
+GATES = MappingProxyType({"silu": 0, "gelu_tanh": 1, "relu2": 2})  # likewise
 
 
 def supports(args: ExpertsArgs) -> str | None:
@@ -30,10 +31,8 @@ def supports(args: ExpertsArgs) -> str | None:
         return reason
     if args.x.dtype != jnp.float32:
         return f"tokens are {args.x.dtype}, not float32"
-    if args.activation.kind != "silu":
-        return f"the activation is {args.activation.kind}, not silu"
-    if args.activation.gate_limit is not None:
-        return "gates have a limit of their own"
+    if args.activation.kind not in GATES:
+        return f"the activation is {args.activation.kind}, not one of {', '.join(GATES)}"
     for stack in (args.gate_up, args.down):
         if (kind := kind_of(stack)) not in KINDS:
             return f"{kind} weights are not in lanes"
@@ -52,6 +51,7 @@ def supports(args: ExpertsArgs) -> str | None:
 def experts(args: ExpertsArgs) -> jax.Array:  # [T, D]
     """See ``experts.api``."""
     activation = args.activation
+    limits = activation.limits or (math.inf, math.inf)
     results = (
         jax.ShapeDtypeStruct(args.x.shape, jnp.float32),
         jax.ShapeDtypeStruct((workspace_bytes(args),), jnp.uint8),
@@ -63,7 +63,9 @@ def experts(args: ExpertsArgs) -> jax.Array:  # [T, D]
         *(args.x, args.choices, args.weights, *stacks, args.gate_up_bias, args.down_bias),
         gate_kind=np.int64(KINDS[kind_of(args.gate_up)]),
         down_kind=np.int64(KINDS[kind_of(args.down)]),
-        limit=np.float32(math.inf if activation.limit is None else activation.limit),
+        gate=np.int64(GATES[activation.kind]),
+        gate_limit=np.float32(limits[0]),
+        limit=np.float32(limits[1]),
         alpha=np.float32(activation.alpha),
         shift=np.float32(activation.shift),
     )
@@ -77,4 +79,4 @@ def workspace_bytes(args: ExpertsArgs) -> int:
     stacks = (args.gate_up, args.down)
     records = max(record_bytes(w) if isinstance(w, Quantised) else 0 for w in stacks)
     padded = pairs + PADDING * min(count, pairs)
-    return 4 * pairs * (width + 3 * inner) + padded * records
+    return 4 * pairs * (width + (1 + args.activation.halves) * inner) + padded * records

@@ -58,6 +58,8 @@ OP_NAMES = (
     "skinny_gemm",
     "sparse_attention",
     "sparse_latent",
+    "ssd_decode",
+    "ssd_prefill",
     "swiglu_gemm",
 )
 

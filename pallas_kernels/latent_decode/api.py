@@ -8,6 +8,7 @@ from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_w
 from pallas_kernels.latent_decode import cases, launch, ref, xla
 from pallas_kernels.latent_decode.ref import LatentDecodeArgs
 from pallas_kernels.lib.latent_pages import check_pools
+from pallas_kernels.native import latents
 
 _triton = imported_when_called("pallas_kernels.latent_decode.triton", "latent_decode")
 
@@ -16,6 +17,7 @@ OP = KernelOp(
     ref=ref.latent_decode,
     impls=(
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("native", latents.latent_decode, platforms=("cpu",), supports=latents.supports),
         Impl("xla", xla.latent_decode),
     ),
     cases=cases.CASES,

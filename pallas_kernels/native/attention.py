@@ -20,7 +20,7 @@ from pallas_kernels.native.library import ATTENTION, ROPE_APPEND, call, missing
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
-LANES, MOST = 16, 256  # head_dim is a multiple of the one, up to the other: ``attend.inc``
+LANES, MOST = 16, 512  # head_dim is a multiple of the one, up to the other: ``attend.inc``
 
 
 def _supports(queries: jax.Array, pages: jax.Array) -> str | None:
@@ -41,15 +41,11 @@ def rope_append_supports(args: RopeAppendArgs) -> str | None:
 
 def append_decode_supports(args: DecodeArgs) -> str | None:
     """Why ``append_decode`` cannot run, or None."""
-    if args.cap is not None or args.slopes is not None:
-        return missing() or "scores have a cap or a bias"
     return _supports(args.qkv, args.k_pages)
 
 
 def prefill_supports(args: PrefillArgs) -> str | None:
     """Why ``paged_prefill`` cannot run, or None."""
-    if args.cap is not None or args.slopes is not None:
-        return missing() or "scores have a cap or a bias"
     return _supports(args.q, args.k_pages)
 
 
@@ -73,24 +69,21 @@ def _append(
     )
 
 
-def _attend(
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    starts: jax.Array,  # int32[R + 1], or empty
-    sinks: jax.Array | None,  # [N]
-    scale: float,
-    window: int | None,
-) -> jax.Array:  # [T, N, H]
-    sinks = None if sinks is None else sinks.astype(jnp.float32)
-    arrays = (q, k_pages, v_pages, page_table, seq_lens, starts, sinks)
-    result = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    return call(ATTENTION, result, *arrays, scale=np.float32(scale), window=np.int64(window or 0))
+def attend(args: PrefillArgs, value_dim: int | None = None) -> jax.Array:  # [T, N, H]
+    """Attention of prompts, or without starts of rows with one token each.
+
+    ``value_dim``: the first components of values that count (None: all).
+    """
+    rows = (args.page_table, args.seq_lens, args.query_start_loc)
+    sinks = None if args.sinks is None else args.sinks.astype(jnp.float32)
+    scores = {"scale": np.float32(args.scale), "cap": np.float32(args.cap or 0)}
+    result = jax.ShapeDtypeStruct((*args.q.shape[:2], value_dim or args.q.shape[2]), args.q.dtype)
+    arrays = (args.q, args.k_pages, args.v_pages, *rows, sinks, args.slopes)
+    return call(ATTENTION, result, *arrays, **scores, window=np.int64(args.window or 0))
 
 
-def _nothing() -> jax.Array:
+def nothing() -> jax.Array:  # int32[0]
+    """An array that stands for none: of rows without starts, or tokens without slots."""
     return jnp.zeros(0, jnp.int32)
 
 
@@ -99,7 +92,7 @@ def qk_rope_append(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
     args = args.with_values(fixed=True)
-    where = (args.slot_mapping, jnp.zeros((0, 0), jnp.int32), _nothing())
+    where = (args.slot_mapping, jnp.zeros((0, 0), jnp.int32), nothing())
     rotation, pools = (args.cos, args.sin, args.qk_norms), (args.k_pages, args.v_pages)
     return tuple(_append(args.qkv, *rotation, *pools, where, args.eps))
 
@@ -108,25 +101,44 @@ def append_decode(
     args: DecodeArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
-    settings = args.sinks, args.scale, args.window
     if not args.appends:
-        q, pools = args.rotated_queries(), (args.k_pages, args.v_pages)
-        return _attend(q, *pools, args.page_table, args.seq_lens, _nothing(), *settings), *pools
+        pools = (args.k_pages, args.v_pages)
+        return attend(_of_rows(args, args.rotated_queries(), *pools)), *pools
     args = args.with_values(fixed=True)
     pools, context = (args.k_pages, args.v_pages), (args.page_table, args.seq_lens)
     if args.cos is None or args.sin is None:
         q, k, v = split_heads(args.qkv, args.k_pages.shape[2])
         slots = last_slots(*context, page_size=args.k_pages.shape[1])
         new = KvAppendArgs(k=k, v=v, slot_mapping=slots, **args.pools_by_name)
-        k_pages, v_pages = kv_append(new)
+        pools = kv_append(new)
     else:
-        rotation, where = (args.cos, args.sin, args.qk_norms), (_nothing(), *context)
-        q, k_pages, v_pages = _append(args.qkv, *rotation, *pools, where, args.eps)
-    out = _attend(q, k_pages, v_pages, *context, _nothing(), *settings)
-    return out, k_pages, v_pages
+        rotation, where = (args.cos, args.sin, args.qk_norms), (nothing(), *context)
+        q, *pools = _append(args.qkv, *rotation, *pools, where, args.eps)
+    return attend(_of_rows(args, q, *pools)), *pools
+
+
+def _of_rows(
+    args: DecodeArgs,
+    q: jax.Array,  # [B, N, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    v_pages: jax.Array,  # [P, S, K, H]
+) -> PrefillArgs:
+    """The attention of decode rows, which have no starts."""
+    return PrefillArgs(
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=args.page_table,
+        seq_lens=args.seq_lens,
+        query_start_loc=nothing(),
+        sinks=args.sinks,
+        slopes=args.slopes,
+        scale=args.scale,
+        window=args.window,
+        cap=args.cap,
+    )
 
 
 def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    rows, settings = (args.page_table, args.seq_lens), (args.sinks, args.scale, args.window)
-    return _attend(args.q, args.k_pages, args.v_pages, *rows, args.query_start_loc, *settings)
+    return attend(args)

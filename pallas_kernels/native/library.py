@@ -23,7 +23,7 @@ GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
 FIXED_GEMM = "jaxinfer_fixed_gemm"
 ROPE_APPEND, RESIDUAL_NORM = "jaxinfer_rope_append", "jaxinfer_residual_norm"
 EXPERTS, SAMPLE, MASK = "jaxinfer_experts", "jaxinfer_sample", "jaxinfer_mask"
-DELTA_DECODE = "jaxinfer_delta_decode"
+DELTA_DECODE, SSD_DECODE = "jaxinfer_delta_decode", "jaxinfer_ssd_decode"
 _HANDLERS = MappingProxyType(
     {
         GEMM: "JaxinferQuantisedGemm",
@@ -35,6 +35,7 @@ _HANDLERS = MappingProxyType(
         SAMPLE: "JaxinferSample",
         MASK: "JaxinferMask",
         DELTA_DECODE: "JaxinferDeltaDecode",
+        SSD_DECODE: "JaxinferSsdDecode",
     }
 )
 _FUNCTIONS = (  # that are called by ``ctypes``

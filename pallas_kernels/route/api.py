@@ -34,7 +34,8 @@ def route(
 ) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """Each token's experts and their weights: see ``Routing``.
 
-    Logits are ``x @ w.T``, accumulated in float32 and not rounded. ``impl`` pins an implementation.
+    Logits are ``x @ w.T``, accumulated in float32 and not rounded. Experts that are ``given`` need
+    only weights. ``impl`` pins an implementation.
     Raises ValueError on arguments that do not fit together.
     """
     routing = args.routing
@@ -49,6 +50,13 @@ def route(
         raise ValueError(f"route: is_token {args.is_token.shape} does not fit {len(args.x)} tokens")
     if args.choice_bias is not None and args.choice_bias.dtype != jnp.float32:
         raise ValueError(f"route: choice_bias is {args.choice_bias.dtype}, not float32")
+    own = len(args.x), routing.chosen
+    if args.given is not None and (args.given.shape, args.given.dtype) != (own, jnp.int32):
+        raise ValueError(
+            f"route: experts {args.given.dtype}{list(args.given.shape)} are not int32{list(own)}"
+        )
+    if args.given is not None and routing.scores == "sparsemixer":
+        raise ValueError("route: sparsemixer chooses the experts that it weighs")
     most = count
     if routing.groups is not None:
         if count % routing.groups.count:

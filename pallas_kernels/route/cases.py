@@ -27,10 +27,12 @@ class RouteCase:
     choice_bias: bool = False
     expert_scale: bool = False
     padded: bool = False
+    given: bool = False
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
 
 
+_XLA = ("ci", "cpu")  # that the Triton kernels do not support
 SHIFTED = Routing(4, renormalised=True, shifted_among=32)
 QWEN3 = Routing(8, renormalised=True)
 GPT_OSS = Routing(4, renormalised=True)
@@ -40,6 +42,7 @@ V3 = Routing(8, "sigmoid", True, 2.5, Groups(8, 4, "best_two"))
 GEMMA4 = Routing(8, renormalised=True, logit_scale=2816**-0.5)
 KIMI_K2 = Routing(8, "sigmoid", True, 2.827)
 KOLIBRI = Routing(6, "sigmoid", by_logits=True)
+V4 = Routing(6, "sqrtsoftplus", True, 1.5)
 PHIMOE = Routing(2, "sparsemixer", spread=0.5)
 type _Model = tuple[str, tuple[int, int], Routing, tuple[bool, bool]]
 _MODELS: tuple[_Model, ...] = (  # width and experts, bias and bias of the choice
@@ -62,6 +65,8 @@ CASES = (
     ),
     RouteCase("kolibri", 9, 64, 24, KOLIBRI, choice_bias=True, padded=True),
     RouteCase("phimoe", 9, 64, 16, PHIMOE, padded=True),
+    RouteCase("v4", 9, 64, 24, V4, choice_bias=True, padded=True, tags=_XLA),
+    RouteCase("v4_given", 9, 64, 24, V4, padded=True, given=True, tags=_XLA),
     RouteCase("qwen3_bf16", 40, 256, 128, QWEN3, padded=True, dtype="bfloat16"),
     RouteCase("v3_bf16", 17, 256, 256, V3, choice_bias=True, dtype="bfloat16"),
     # logits of few tokens by a kernel of their own: tiles with rests, and one token, by XLA
@@ -112,8 +117,15 @@ def build(case: RouteCase, seed: int) -> Inputs:
         if case.expert_scale
         else None,
         "is_token": is_token,
+        "given": _given(case, rng) if case.given else None,
     }
     return Inputs((RouteArgs(**args, routing=case.routing),))
+
+
+def _given(case: RouteCase, rng: np.random.Generator) -> np.ndarray:  # int32[T, k]
+    """Distinct experts of each token."""
+    first = rng.integers(case.count, size=(case.tokens, 1), dtype=np.int32)
+    return (first + np.arange(case.routing.chosen, dtype=np.int32)) % case.count
 
 
 def cost(case: RouteCase) -> Cost:

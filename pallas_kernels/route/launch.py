@@ -62,6 +62,10 @@ def supports(args: RouteArgs) -> str | None:
     """Why the Triton kernel cannot run the call, or None. Imports no Triton."""
     if len(args.w) > MAX_EXPERTS:
         return f"{len(args.w)} experts are more than {MAX_EXPERTS}"
+    if args.routing.scores == "sqrtsoftplus":
+        return "scores are square roots of softplus"
+    if args.given is not None:
+        return "the experts are chosen elsewhere"
     if not args.x.size:
         return "there are no tokens"
     return unfit_for_triton(args.x, args.x)

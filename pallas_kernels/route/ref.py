@@ -26,6 +26,8 @@ class RouteArgs:
     bias: jax.Array | None = None  # [E], of the logits
     choice_bias: jax.Array | None = None  # float32[E], of the scores that choose
     expert_scale: jax.Array | None = None  # [E], of the weights
+    # int32[T, k]: the experts, if others than the router choose them; it makes their weights alone
+    given: jax.Array | None = None
     is_token: jax.Array | None = None  # bool[T]: False for padding, which chooses -1
     routing: Routing = field(metadata=STATIC)
 
@@ -39,7 +41,10 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
         logits = logits + jnp.asarray(args.bias, jnp.float32)
     if routing.scores == "sparsemixer":
         return _sparsemixer(args, np.asarray(logits, np.float64))
-    scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
+    if routing.scores == "sqrtsoftplus":
+        scores = jnp.sqrt(jnp.logaddexp(logits, 0))
+    else:
+        scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
     ranks = logits if routing.by_logits else scores
     if args.choice_bias is not None:
         ranks = ranks + jnp.asarray(args.choice_bias, jnp.float32)
@@ -52,6 +57,7 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
         allowed = (best[:, :, None] == group).any(axis=1)
         ranks = jnp.where(allowed, ranks, -jnp.inf)
     choices = jnp.argsort(-ranks, axis=1, stable=True)[:, : routing.chosen].astype(jnp.int32)
+    choices = choices if args.given is None else jnp.asarray(args.given)
     weights = jnp.take_along_axis(scores, choices, axis=1)
     if routing.renormalised:
         weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)

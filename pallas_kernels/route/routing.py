@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-SCORES = ("softmax", "sigmoid")
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 class Groups(NamedTuple):
@@ -27,6 +27,7 @@ class Routing(NamedTuple):
     chosen by score, plus a bias if there is one; their weights are the scores without the bias,
     divided by their sum if ``renormalised``, times ``scale``. Logits are multiplied by
     ``logit_scale`` first. With ``by_logits`` experts are chosen by logit, plus the bias.
+    "sqrtsoftplus" is the square root of log(1 + exp(logit)) (DeepSeek-V4).
 
     "sparsemixer" (Liu et al. 2023, arXiv:2310.00811) chooses by logits, one expert after another.
     The weight of each is its softmax over the logits z that are not yet chosen and for which
@@ -37,7 +38,7 @@ class Routing(NamedTuple):
     """
 
     chosen: int
-    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparsemixer"] = "softmax"
     renormalised: bool = False
     scale: float = 1.0
     groups: Groups | None = None

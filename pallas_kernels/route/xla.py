@@ -30,19 +30,42 @@ def routed(
     if routing.scores == "sparsemixer":
         choices, weights = _one_by_one(logits, routing, fixed=fixed)
         return final_choices(args, choices), weights * routing.scale
-    is_sigmoid = routing.scores == "sigmoid"
-    scores = jax.nn.sigmoid(logits) if is_sigmoid else softmax_last(logits, fixed=fixed)
-    ranks = logits if routing.by_logits else scores
-    ranks = ranks if args.choice_bias is None else ranks + args.choice_bias
-    if routing.groups is not None:
-        ranks = _of_best_groups(ranks, routing.groups)
-    _, choices = jax.lax.top_k(ranks, routing.chosen)  # of equal ones the lower
+    scores = _scores(logits, routing, fixed=fixed)
+    choices = _choices(args, logits, scores) if args.given is None else args.given
     weights = jnp.take_along_axis(scores, choices, axis=1)
     if routing.renormalised:
         weights = weights / (sum_last(weights, fixed=fixed) + SMALLEST)
     if args.expert_scale is not None:
         weights = weights * args.expert_scale.astype(jnp.float32)[choices]
     return final_choices(args, choices), weights * routing.scale
+
+
+def _scores(
+    logits: jax.Array,  # float32[T, E]
+    routing: Routing,
+    *,
+    fixed: bool,
+) -> jax.Array:  # float32[T, E]
+    """The scores of all experts."""
+    if routing.scores == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    if routing.scores == "sqrtsoftplus":
+        return jnp.sqrt(jax.nn.softplus(logits))
+    return softmax_last(logits, fixed=fixed)
+
+
+def _choices(
+    args: RouteArgs,
+    logits: jax.Array,  # float32[T, E]
+    scores: jax.Array,  # float32[T, E]
+) -> jax.Array:  # int32[T, k]
+    """The experts of the best scores or logits, with the bias of the choice."""
+    routing = args.routing
+    ranks = logits if routing.by_logits else scores
+    ranks = ranks if args.choice_bias is None else ranks + args.choice_bias
+    if routing.groups is not None:
+        ranks = _of_best_groups(ranks, routing.groups)
+    return jax.lax.top_k(ranks, routing.chosen)[1]  # of equal ones the lower
 
 
 def _one_by_one(

@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.short_conv.ref import ShortConvArgs
 
+FALCON_H1_1_5B = 3584  # channels: 48 * 64 + 2 * 256
 QWEN3_5_4B, QWEN3_5_27B = 8192, 10240  # channels: 2 * 16 * 128 + 32 * 128 or 48 * 128
 
 
@@ -35,8 +36,6 @@ class ConvCase:
     tags: tuple[str, ...] = ("ci",)
 
 
-_XLA = ("ci", "cpu")  # of calls that no kernel of a GPU supports
-
 # rows of few tokens at each of the first positions, and later
 _LENS = (1, 2, 3, 4, 5, 64, 0, 1, 2, 3, 4, 5, 1, 2, 3, 20, 1, 2, 3, 33)
 _STARTS = (0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 64, 64, 65, 66)
@@ -53,8 +52,8 @@ CASES = (
     ConvCase("only_padding", (0,), padding=16),
     ConvCase("two_taps", (1, 2, 40), starts=(1, 64, 0), saves=(1,), width=2),
     ConvCase("three_taps", (1, 2, 40), starts=(1, 64, 5), saves=(2,), width=3),
-    ConvCase("bias", (1, 2, 40), starts=(1, 64, 5), bias=True, tags=_XLA),
-    ConvCase("no_silu", (1, 2, 40), (1, 64, 5), saves=(2,), width=3, silu=False, tags=_XLA),
+    ConvCase("bias", (1, 2, 40), starts=(1, 64, 5), bias=True),
+    ConvCase("no_silu", (1, 2, 40), (1, 64, 5), saves=(2,), width=3, silu=False),
     ConvCase(
         "qwen3_5_4b",
         (70, 200, 0, 64, 1),
@@ -72,6 +71,17 @@ CASES = (
         channels=QWEN3_5_4B,
         dtype="bfloat16",
         tags=("bench", "gpu"),
+    ),
+    *(
+        ConvCase(
+            f"falcon_h1_1_5b_t{t}",
+            (t,),
+            channels=FALCON_H1_1_5B,
+            bias=True,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+        )
+        for t in (1024, 8192)
     ),
     *_STEPS,
 )

@@ -28,8 +28,6 @@ def supports(args: ShortConvArgs) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
     if args.weights.shape[0] > MAX_WIDTH:
         return f"the convolution has {args.weights.shape[0]} taps, more than {MAX_WIDTH}"
-    if args.bias is not None or not args.silu:
-        return "the convolution has a bias, or no SiLU after it"
     return unfit_for_triton(args.x, args.kept)
 
 

@@ -46,6 +46,7 @@ def _store_inputs(
 def _convolve(
     x,  # [T, X_CHANNELS]
     weights,  # [W, C]
+    bias,  # [C]
     query_start_loc,  # int32[R + 1]
     begins,  # int32[R]
     reads,  # int32[R]
@@ -63,6 +64,8 @@ def _convolve(
     WIDTH: tl.constexpr,  # W
     TOKENS: tl.constexpr,  # of a CTA
     CHANNELS: tl.constexpr,  # of a CTA
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
 ):
     STATE: tl.constexpr = WIDTH * NUM_CHANNELS
     dtype: tl.constexpr = out.dtype.element_ty
@@ -99,6 +102,9 @@ def _convolve(
             is_input = (before > 0) | (position >= 0)
             found = tl.load(at_input + channel, mask=in_channels & is_input, other=0.0)
             window += (found.to(tl.float32),)
+    if HAS_BIAS:
+        at_bias = bias + first_channel + channel
+        shift = tl.load(at_bias, mask=in_channels, other=0.0).to(tl.float32)
     for token in tl.static_range(TOKENS):
         inside = in_channels & (first + token < end)
         found = tl.load(at_tile + token * X_CHANNELS + channel, mask=inside, other=0.0)
@@ -106,7 +112,10 @@ def _convolve(
         total = tl.zeros((CHANNELS,), tl.float32)
         for tap in tl.static_range(WIDTH):
             total += taps[tap] * window[token + tap]
-        total *= tl.sigmoid(total)
+        if HAS_BIAS:
+            total += shift
+        if SILU:
+            total *= tl.sigmoid(total)
         tl.store(out + token * NUM_CHANNELS + channel, total.to(dtype), mask=inside)
     if before > 0:
         return
@@ -143,6 +152,7 @@ def launch_with(
     out = jt.triton_call(
         args.x,
         args.weights,
+        args.weights if args.bias is None else args.bias,
         args.query_start_loc,
         args.begins,
         args.reads,
@@ -163,5 +173,7 @@ def launch_with(
         WIDTH=width,
         TOKENS=config.tokens,
         CHANNELS=config.channels,
+        HAS_BIAS=args.bias is not None,
+        SILU=args.silu,
     )
     return out, jax.freeze(kept)

@@ -31,12 +31,15 @@ KINDS = {
     # its pools are of keys and values, latents, and summaries of four tokens
     "compressed": ("compressed", "latent", "full", "compressed"),
     "compressed and recurrent": ("recurrent", "compressed", "full"),
+    # of DeepSeek-V4: all compressed windows, or chosen ones
+    "windows": ("windows", "chosen", "windows"),
     "two streams": ("window", "recurrent", "full", "full"),
 }
 # where the longest prompt, of 40 tokens, has its last border: a page of summaries covers 16 tokens,
 # and the state of "aligned" is saved every 8
 PROMPTS_END = dict.fromkeys(KINDS, 32) | {"paged": 36, "recurrent": 36, "two streams": 36}
-STATEFUL = ("all", "recurrent", "compressed and recurrent")
+STATEFUL = ("all", "recurrent", "compressed and recurrent", "windows")
+SPARE = {"windows": 2}  # pages of each pool beyond those of one sequence; of others 8
 MOST_SNAPSHOTS = 3
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -126,7 +129,7 @@ def test_alone(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_preempted(name: str) -> None:
     needed = executables(name)[0].limits.pages_needed(50)
-    served = engine(name, num_pages=tuple(count + 8 for count in needed))
+    served = engine(name, num_pages=tuple(count + SPARE.get(name, 8) for count in needed))
     outputs = run(served, SHORT, LONG)
     found = [tuple(output.outputs[0].token_ids) for output in outputs]
     assert found == expected(name, SHORT, LONG.max_tokens)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -18,12 +19,13 @@ from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.requests.scoring import first_tokens, score_prompt
 from jaxinfer.engine.start.task import with_task
-from jaxinfer.models import build_model
+from jaxinfer.models import abstract_params, build_model
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
 from jaxinfer.weights.sources import resolve_source
-from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
+from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf, write_hf_folder
 from kit.embedders import DATA, SMALL, golden, write_modules
 from kit.engines import tiny_engine, tiny_limits
+from kit.tiny_models import tiny_config
 
 EMBEDDINGS, RERANKER = golden("embeddings"), golden("reranker")
 TEXTS = EMBEDDINGS.fact("texts")
@@ -183,7 +185,10 @@ def test_any_decoder_embeds_by_its_last_token(folder: Path) -> None:
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
 @pytest.mark.parametrize("name", HIDDEN)
 def test_every_family_embeds(folder: Path, name: str, pooling: str) -> None:
-    """The vectors are made of transformers' last hidden states, in two chunks, without a head."""
+    """The vectors are made of transformers' last hidden states, in two chunks, without a head.
+
+    Models with a scan compute 64 tokens at once, so that their prompts are one chunk.
+    """
     check_vectors(folder, name, pooling)
 
 
@@ -191,18 +196,31 @@ def test_a_head_of_its_own_is_not_loaded(folder: Path) -> None:
     check_vectors(folder, "olmo2", "last")
 
 
+@pytest.mark.parametrize("name", ["dbrx", "kimi_linear", "bailing_hybrid", "nemotron_h"])
+def test_a_family_without_tied_embeddings_has_no_head_either(tmp_path: Path, name: str) -> None:
+    config = tiny_config(name)
+    write_hf_folder(tmp_path, config, random_hf_tensors(build_model(config, jnp.float32)))
+    source = resolve_source(str(tmp_path), cache_dir=tmp_path, progress=NO_PROGRESS)
+    _, embeds = with_task(EngineConfig(model=str(tmp_path), task="embed"), source)
+    models = [build_model(one.hf_config, jnp.float32) for one in (source, embeds)]
+    assert ["lm_head" in abstract_params(model) for model in models] == [True, False]
+
+
 def check_vectors(folder: Path, name: str, pooling: str) -> None:
     checkpoint = golden(name)
     with safe_open(HIDDEN_DATA / f"{name}.safetensors", "np") as file:
         hidden = file.get_tensor("hidden")[-1]
     expected = {"last": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0]}[pooling]
+    path = checkpoint.write(folder / name)
+    source = resolve_source(str(path), cache_dir=folder, progress=NO_PROGRESS)
+    align = build_model(source.hf_config, jnp.float32).state.align
     llm = LLM(
-        checkpoint.write(folder / name),
+        path,
         task="embed",
         pooling=pooling,
         skip_tokenizer_init=True,
         cache_dir=folder / "cache",
-        **SMALL | {"max_num_batched_tokens": 16},
+        **SMALL | {"max_num_batched_tokens": 16 if align == 1 else 2 * align},
     )
     prompt = checkpoint.tensors["token_ids"][0].tolist()
     assert len(prompt) > 16

@@ -79,11 +79,14 @@ def test_settings_that_fit(tmp_path: Path) -> None:
 
 
 def test_engines_that_have_no_tiers(tmp_path: Path) -> None:
-    """Engines of several devices, and those that reuse no prefix."""
+    """Engines of several devices, those that reuse no prefix, and those without pages."""
     own = program()
     cold = struct_replace(own.limits, enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="reuses none"):
         check(OFFLOADS, tmp_path, replace(own, limits=cold))
+    with pytest.raises(ConfigError, match="a model without attention has none; leave it out"):
+        aligned = struct_replace(tiny_limits(max_num_batched_tokens=128), align=64, num_snapshots=4)
+        check(OFFLOADS, tmp_path, Program(tiny_model("mamba2")[0], aligned, "cpu"))
     for num_hosts, platform in ((1, "gpu"), (2, "cpu")):
         sizes = {"num_devices": 2, "num_hosts": num_hosts}
         two = replace(own)

@@ -304,6 +304,40 @@ GEMMA4_INPUTS = merged(
 
 # A row of the table is a line or a few.
 # fmt: off
+COMPRESSED = merged(  # more whole windows than the indexer chooses, a window less than the prompt
+    NO_TOKENS,
+    vocab_size=96,
+    hidden_size=32,
+    moe_intermediate_size=24,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    head_dim=16,
+    q_lora_rank=20,
+    num_experts_per_tok=3,
+    n_routed_experts=8,
+    layer_types=[
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    mlp_layer_types=["hash_moe", "hash_moe", "moe", "moe"],
+    compress_rates=merged(compressed_sparse_attention=4, heavily_compressed_attention=8),
+    sliding_window=7,
+    o_groups=2,
+    o_lora_rank=6,
+    index_n_heads=16,
+    index_head_dim=12,
+    index_topk=3,
+    max_position_embeddings=64,
+    compress_rope_theta=100.0,
+    partial_rotary_factor=0.5,
+    swiglu_limit=2.0,
+    rope_parameters=merged(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=10000.0
+    ),
+)
+
 CASES = {
     "llama_tied": case("llama", SIZES, tie_word_embeddings=True),
     "llama_untied_llama3_rope": case("llama", SIZES, rope_parameters=LLAMA3_ROPE),
@@ -749,6 +783,11 @@ CASES = {
         rope_parameters=merged(DEFAULT_ROPE, mrope_section=[2, 1, 1])),
         vision_config=merged(hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=2, out_hidden_size=32, patch_size=4, max_image_size=8)),
+    "deepseek_v4": case("deepseek_v4", COMPRESSED),
+    "deepseek_v4_window": case("deepseek_v4", COMPRESSED, num_hidden_layers=2, hc_mult=3,
+        hc_eps=1e-2, rms_norm_eps=1e-2, layer_types=["sliding_attention"] * 2, swiglu_limit=0.8,
+        mlp_layer_types=["moe", "hash_moe"], scoring_func="sigmoid", mlp_bias=True,
+        routed_scaling_factor=0.7, hc_sinkhorn_iters=2, tie_word_embeddings=True),
     "dbrx": case("dbrx", DBRX, n_layers=2,
         attn_config=merged(clip_qkv=1.5, kv_n_heads=2, rope_theta=500000.0),
         rope_parameters=merged(DEFAULT_ROPE, rope_theta=500000.0),

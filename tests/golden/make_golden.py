@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from cases import CASES, rope_cases
 from deepseek import renamed, without_gates
+from deepseek_v4 import published_names as names_of_deepseek_v4
 from hy_v4 import published_names as names_of_hy_v4
 from internlm2 import packed
 from minimax_m3 import published_names
@@ -60,6 +61,7 @@ LENGTHS = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v32_bias"), 40),
     **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text"), 40),
+    "deepseek_v4": 40,
     **dict.fromkeys(("mistral_large4", "hy_v4", "hy_v4_groups", "hy_v4_multimodal"), 40),
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
@@ -90,6 +92,7 @@ HEADS += ("decoder.weight",)
 FREE_STEPS = (0.0, float("inf"))
 # of which single steps round otherwise; so a choice of tokens would differ that rounding decides
 RECURRENT = {"linear_attention", "conv", "hybrid", "indexed_attention", "minimax_m3_sparse"}
+RECURRENT |= {"compressed_sparse_attention", "heavily_compressed_attention"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (
@@ -187,6 +190,10 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         if name.endswith("balancing_biases"):  # transformers sets the last when it loads a file
             tensor.data.copy_(0.02 * torch.randn(tensor.shape, generator=generator) - 1.0)
             tensor.data[-1] = -1.0
+        if name.endswith("tid2eid"):  # distinct experts of each token
+            count = model.config.n_routed_experts
+            drawn = torch.rand((len(tensor), count), generator=generator)
+            tensor.data.copy_(drawn.argsort(1)[:, : tensor.shape[1]])
         if name.endswith("layer_scalar"):
             tensor.data.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
         if name.endswith(("act_fn.beta", "act_fn.eps")):
@@ -203,6 +210,8 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return published_names(model.state_dict())
     if name.startswith("hy_v4"):
         return names_of_hy_v4(model.state_dict())
+    if name.startswith("deepseek_v4"):
+        return names_of_deepseek_v4(model.state_dict())
     as_published = any(".experts." in key for key in model.state_dict()) or name in RENAMED
     if name in STACKED or not as_published:
         return model.state_dict()

@@ -94,6 +94,7 @@ CASES = (
     "cohere2_moe",
     "hy_v3",
     "hy_v4",
+    "deepseek_v4",
     "mistral4",
     "sarvam_moe",
     "sarvam_mla",
@@ -191,6 +192,8 @@ def make(name: str) -> None:
     ids = tensors["token_ids"][:1].long()
     out = model(ids, output_hidden_states=True, output_attentions=True)
     patterns = [one for one in getattr(out, "attentions", None) or () if one is not None]
+    if model.config.model_type == "deepseek_v4":
+        patterns = []  # to entries of windows, too
     square = (ids.shape[1],) * 2  # and no states of lightning attention
     patterns = [one for one in patterns if one.shape[-2:] == square]
     assert (out.logits[0] - tensors["logits"][0]).abs().max() < 1e-4

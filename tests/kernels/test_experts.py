@@ -17,6 +17,7 @@ from jaxinfer.core.host_memory import release_zeros
 from kit.residency import resident_pages
 from pallas_kernels.experts import cases, native, ref, xla
 from pallas_kernels.experts.api import ExpertsArgs, experts
+from pallas_kernels.experts.stack import Activation
 from pallas_kernels.experts.tiles import Tiles, max_tiles, tiles_of
 from pallas_kernels.gemm import epilogues
 from pallas_kernels.native.library import library, variants
@@ -103,6 +104,30 @@ def test_native_experts_with_quantised_weights(name: str, tolerance: float) -> N
     found = np.asarray(jax.jit(native.experts)(args))
     by_rows = replace(case(name), lanes=False)
     expected = np.asarray(ref.experts(*cases.build(by_rows, seed=0).args))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("seven_experts", 2e-6), ("int4_lanes", 2e-4)], ids=["plain", "int4"]
+)
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation(limit=0.5, alpha=1.702, shift=1.0),
+        Activation(limit=1.0, gate_limit=0.3),
+        cases.GEGLU,
+        cases.RELU2,
+    ],
+    ids=["limit", "two_limits", "geglu", "relu2"],
+)
+def test_activations_of_each_variant(
+    variant: int, name: str, tolerance: float, activation: Activation
+) -> None:
+    one = replace(case(name), activation=activation)
+    (args,) = cases.build(one, seed=0).args
+    assert native.supports(args) is None
+    found = np.asarray(jax.jit(native.experts)(args))
+    expected = np.asarray(ref.experts(*cases.build(replace(one, lanes=False), seed=0).args))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
@@ -217,12 +242,28 @@ def test_wrong_arguments_of_experts(change: dict[str, Any], message: str) -> Non
         ({"w": jnp.zeros((5, 2))}, "tokens .2, 3. do not fit a router"),
         ({"bias": jnp.zeros(4)}, "bias .4,. does not fit 5 experts"),
         ({"is_token": jnp.ones(3, bool)}, "is_token .3,. does not fit 2 tokens"),
+        ({"given": jnp.zeros((2, 3), jnp.int32)}, "experts int32.2, 3. are not int32.2, 2."),
+        (
+            {"routing": Routing(2, "sparsemixer"), "given": jnp.zeros((2, 2), jnp.int32)},
+            "sparsemixer chooses the experts that it weighs",
+        ),
     ],
 )
 def test_wrong_arguments_of_route(change: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"w": jnp.zeros((5, 3)), "routing": Routing(2)}
     with pytest.raises(ValueError, match=message):
         route(RouteArgs(x=jnp.ones((2, 3)), **given | change))
+
+
+def test_given_experts_have_the_weights_of_their_scores_by_hand() -> None:
+    """Scores of logits 2, -1 and 0.5 are the roots of their softplus; each choice is kept."""
+    x, w = jnp.ones((1, 1)), jnp.array([[2.0], [-1.0], [0.5]])
+    scores = np.sqrt(np.log1p(np.exp(np.array([2.0, -1.0, 0.5]))))
+    routing, given = Routing(2, "sqrtsoftplus", True, 1.5), jnp.array([[1, 0]], jnp.int32)
+    choices, weights = route(RouteArgs(x=x, w=w, routing=routing, given=given))
+    assert choices.tolist() == [[1, 0]]
+    expected = 1.5 * scores[[1, 0]] / scores[:2].sum()
+    np.testing.assert_allclose(weights[0], expected, rtol=1e-6)
 
 
 def test_gelu_by_a_sigmoid() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,15 @@ from pallas_kernels.delta_decode.cases import DecodeCase
 from pallas_kernels.delta_prefill.cases import DeltaHeads
 from pallas_kernels.harness.testing import mismatch
 from pallas_kernels.native import library
-from pallas_kernels.native.attention import _attend, append_decode
+from pallas_kernels.native.attention import append_decode
+from pallas_kernels.native.attention import attend as native_attend
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.sample import native, ref
 from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
 from pallas_kernels.skinny_gemm.native import matmul
+from pallas_kernels.ssd_decode import api as ssd
+from pallas_kernels.ssd_decode import cases as ssd_cases
+from pallas_kernels.ssd_prefill.cases import SsdHeads
 
 VARIANTS = library.variants()
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=library.MISSING)
@@ -44,15 +50,64 @@ def attention_case() -> tuple[np.ndarray, ...]:
     return q, k, v, table, lens, starts
 
 
+def attend(*arrays: np.ndarray, **settings: Any) -> np.ndarray:
+    """The native attention of queries, pools, page table, lengths and starts."""
+    names = ("q", "k_pages", "v_pages", "page_table", "seq_lens", "query_start_loc")
+    args = PrefillArgs(**dict(zip(names, map(jnp.asarray, arrays), strict=True)), **settings)
+    return np.asarray(jax.jit(native_attend)(args))
+
+
 def test_attention_of_each_variant_is_the_same(variant: int) -> None:
     library.register()
-    arrays = [jnp.asarray(array) for array in attention_case()]
-    found = jax.jit(lambda *a: _attend(*a, None, 0.2, 20))(*arrays)
+    settings = {"scale": 0.2, "window": 20, "cap": 3.0, "slopes": jnp.linspace(0.01, 0.5, 6)}
+    found = attend(*attention_case(), **settings)
     assert library.library() is not None
     library.library().jaxinfer_choose(0)  # type: ignore[union-attr]
-    np.testing.assert_allclose(
-        found, jax.jit(lambda *a: _attend(*a, None, 0.2, 20))(*arrays), atol=1e-6
-    )
+    np.testing.assert_allclose(found, attend(*attention_case(), **settings), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((1, 1), 16), ((5, 5), 48), ((6, 2), 64), ((8, 1), 512), ((70, 2), 32)]
+)
+@pytest.mark.parametrize(
+    ("window", "cap"), [(None, None), (5, None), (40, None), (None, 2.0)], ids=str
+)
+def test_a_token_attends_alike_alone_and_among_others(
+    variant: int, heads: tuple[int, int], head_dim: int, window: int | None, cap: float | None
+) -> None:
+    """Tokens of a prompt go through blocks of keys together: the bits are those of a decode row.
+
+    Keys behind a token's context hold NaN. With a cap, scores have slopes, too.
+    """
+    (num, kv), (length, tokens) = heads, (83, 50)
+    rng = np.random.default_rng(7)
+    q = rng.standard_normal((tokens + 3, num, head_dim), np.float32)  # three of no row
+    k, v = (rng.standard_normal((8, 16, kv, head_dim), np.float32) for _ in range(2))
+    table = (1 + rng.permutation(6))[None].astype(np.int32)
+    k[table[0, 5], 3:] = v[table[0, 5], 3:] = np.nan
+    sinks = rng.standard_normal(num).astype(np.float32)
+    slopes = rng.uniform(0.01, 0.5, num).astype(np.float32) * (cap is not None)
+    scale = head_dim**-0.5
+    settings = {"sinks": jnp.asarray(sinks), "window": window, "scale": scale}
+    if cap is not None:
+        settings |= {"cap": cap, "slopes": jnp.asarray(slopes)}
+    rows = (table, np.array([length], np.int32))
+    together = attend(q, k, v, *rows, np.array([0, tokens], np.int32), **settings)
+    lens = np.arange(length - tokens + 1, length + 1, dtype=np.int32)
+    tables, none = table.repeat(tokens, 0), np.zeros(0, np.int32)
+    alone = attend(q[:tokens], k, v, tables, lens, none, **settings)
+    np.testing.assert_array_equal(together[:tokens], alone)
+    assert not np.any(together[tokens:])
+    of_heads = np.repeat(np.arange(kv), num // kv)
+    keys, values = (pool[table[0]].reshape(-1, kv, head_dim)[:, of_heads] for pool in (k, v))
+    for token, end in ((0, lens[0]), (tokens - 1, length)):
+        begin = 0 if window is None else max(end - window, 0)
+        scores = scale * np.einsum("NH,KNH->NK", q[token], keys[begin:end])
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
+        scores = scores - slopes[:, None] * (end - 1 - np.arange(begin, end))
+        p = jax.nn.softmax(np.concatenate((scores, sinks[:, None]), axis=1), axis=1)
+        expected = np.einsum("NK,KNH->NH", p[:, :-1], values[begin:end])
+        np.testing.assert_allclose(together[token], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("by_output", [False, True])
@@ -144,3 +199,32 @@ def test_states_are_changed_in_place() -> None:
 def test_the_delta_rule_in_another_dtype_is_refused() -> None:
     (args,) = delta_cases.build(DecodeCase("bf16", (5,), dtype="bfloat16"), 0).args
     assert DELTA.refuses("cpu", (args,), {}) == "qkv is bfloat16, not float32"
+
+
+SSD = next(impl for impl in ssd.OP.impls if impl.name == "native")
+SSD_CASES = (
+    *(case for case in ssd_cases.CASES if "ci" in case.tags and case.dtype == "float32"),
+    ssd_cases.DecodeCase("one_tap", (0, 7), width=1),
+    ssd_cases.DecodeCase("many_taps", (0, 3, 12), 1, kept=True, width=8),
+    ssd_cases.DecodeCase("many_channels", (3, 0), kept=True, heads=SsdHeads(34, 32, 2, 48)),
+)
+
+
+@pytest.mark.parametrize("case", SSD_CASES, ids=lambda case: case.name)
+def test_each_variant_computes_the_state_space(variant: int, case: ssd_cases.DecodeCase) -> None:
+    """The inputs are NaN where nothing may be read."""
+    assert mismatch(ssd.OP, SSD, case, ssd_cases.build(case, 0)) is None
+
+
+def test_states_of_the_state_space_are_changed_in_place() -> None:
+    case = ssd_cases.DecodeCase("kept", (5, 0), kept=True)
+    (args,) = jax.tree.map(jnp.asarray, ssd_cases.build(case, 0).args)
+
+    def step(states, convs):
+        _, *stored = ssd.ssd_decode(replace(args, states=states, convs=convs), "native")
+        return stored
+
+    pools = args.states, args.convs
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*pools).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < args.states.nbytes

@@ -146,7 +146,7 @@ def test_tokens_of_zeros_are_left_out(form: str, swiglu: bool, chosen_again: Non
         w.scales[-1, 0] = np.nan
     else:
         w.supers[-1, 0] = np.nan
-    x[[1, 20], 0] = 0
+    x[1, 0] = x[20, :-1] = 0
     zeros = [0, 3, *range(8, 19), 22]
     others = [token for token in range(23) if token not in zeros]
     expected = native(x[others], w, swiglu)

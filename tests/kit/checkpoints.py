@@ -217,13 +217,18 @@ DENSE_CONFIGS: Mapping[str, HFConfig] = MappingProxyType(
 
 
 def random_hf_tensors(model: Model, seed: int = 0) -> Tensors:
-    """A float32 checkpoint of all of the model's sources, under Hugging Face's names."""
-    rng = np.random.default_rng(seed)
-    return {
-        source.name: rng.normal(0.0, 0.1, source.shape).astype(np.float32)
-        for spec in model.param_specs
-        for source in spec.sources
-    }
+    """A float32 checkpoint of all of the model's sources, under Hugging Face's names; integers
+    are 0 or 1.
+    """
+    rng, found = np.random.default_rng(seed), dict[str, np.ndarray]()
+    for spec in model.param_specs:
+        array = model.arrays.get(spec.path)
+        for source in spec.sources:
+            if array is not None and array.dtype == np.int32 and spec.matrix is None:
+                found[source.name] = rng.integers(2, size=source.shape)
+            else:
+                found[source.name] = rng.normal(0.0, 0.1, source.shape).astype(np.float32)
+    return found
 
 
 def built_arrays(model: Model, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -28,6 +28,11 @@ from jaxinfer.nn.decoder_config import (
     MixerSpec,
 )
 from jaxinfer.nn.linear import Norm, Stream, linear, normalised
+from jaxinfer.nn.mixers.compressed_spec import (
+    CompressedAttentionConfig,
+    CompressorConfig,
+    EntryIndexerConfig,
+)
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import (
@@ -44,6 +49,7 @@ from kit.outside_calls import FORGET, TALLY
 
 D, C, E, V, WINDOW = 32, 12, 4, 320, 7
 S, BLOCK = 6, 4
+INDEXER = EntryIndexerConfig(num_heads=16, head_dim=8, top_k=3)
 _DECAY = 0.7
 
 
@@ -237,6 +243,20 @@ class Experts(nn.Module):
         return stream.x, out
 
 
+def compressed_attention(compressor: CompressorConfig) -> CompressedAttentionConfig:
+    """DeepSeek-V4's attention."""
+    return CompressedAttentionConfig(
+        num_heads=2,
+        head_dim=8,
+        query_rank=12,
+        window=WINDOW,
+        num_groups=2,
+        group_rank=8,
+        rope=RopeConfig(4, 1e3),
+        compressor=compressor,
+    )
+
+
 def mixed_decoder(*kinds: str) -> DecoderSpec:
     """A decoder; ``kinds`` names the mixer of each layer."""
     attention = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "scale": 8**-0.5}
@@ -247,6 +267,8 @@ def mixed_decoder(*kinds: str) -> DecoderSpec:
         "compressed": CompressedSpec(),
         "recurrent": RecurrentSpec(),
         "aligned": RecurrentSpec(align=8),
+        "windows": compressed_attention(CompressorConfig(ratio=16)),
+        "chosen": compressed_attention(CompressorConfig(ratio=4, indexer=INDEXER)),
     }
     dense = FeedForwardConfig(width=48, activation="silu", gated=True)
     return DecoderSpec(
@@ -283,11 +305,32 @@ ARRAYS = {  # of each kind of layer; a weight of which nothing else is said is a
         "into": ArraySpec((D, D), (None, None)),
         "o": ArraySpec((D, D), (None, None)),
     },
+    "windows": {
+        "q_kv_a": ArraySpec((D, 12 + 8), (None, None)),
+        "q_norm": ArraySpec((12,), (None,)),
+        "kv_norm": ArraySpec((8,), (None,)),
+        "q_b": ArraySpec((12, 16), (None, "heads")),
+        "sinks": ArraySpec((2,), ("heads",)),
+        "o_a": ArraySpec((2, 8, 8), ("heads", None, None)),
+        "o_b": ArraySpec((16, D), ("heads", None)),
+        "compress": ArraySpec((D, 16), (None, None)),
+        "compress_bias": ArraySpec((16, 8), (None, None)),
+        "compress_norm": ArraySpec((8,), (None,)),
+    },
     "dense": {
         "gate_up": ArraySpec((D, 96), (None, Fused("ffn", (48, 48)))),
         "down": ArraySpec((48, D), ("ffn", None)),
     },
     "experts": {"router": ArraySpec((D, E), (None, None))},
+}
+ARRAYS["chosen"] = ARRAYS["windows"] | {
+    "compress": ArraySpec((D, 32), (None, None)),
+    "compress_bias": ArraySpec((4, 16), (None, None)),
+    "index_compress": ArraySpec((D, 32), (None, None)),
+    "index_compress_bias": ArraySpec((4, 16), (None, None)),
+    "index_compress_norm": ArraySpec((8,), (None,)),
+    "index_q": ArraySpec((12, 16 * 8), (None, None)),
+    "index_weights": ArraySpec((16, D), (None, None)),
 }
 EXPERTS = {
     "values": ArraySpec((E, D, D), ("experts", None, None), jnp.dtype(jnp.int8)),
@@ -299,6 +342,10 @@ def quantised(matrix: np.ndarray) -> dict[str, np.ndarray]:  # [D, D] -> int8[D,
     """The nearest multiples of a 127th of the largest magnitude."""
     scale = np.abs(matrix).max() / 127
     return {"values": np.rint(matrix / scale), "scales": scale}
+
+
+def _kind_of(mixer: Any) -> str:
+    return "windows" if mixer.compressor.indexer is None else "chosen"
 
 
 def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
@@ -313,7 +360,8 @@ def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     }
     for i, spec in enumerate(config.layers):
         layer = f"layers_{i}/"
-        mixer, ffn = names[type(spec.mixer)], "experts" if i % 2 else "dense"
+        mixer = names.get(type(spec.mixer)) or _kind_of(spec.mixer)
+        ffn = "experts" if i % 2 else "dense"
         own = {"norms": ArraySpec((2, D), (None, None)), **ARRAYS[mixer], **ARRAYS[ffn]}
         arrays |= {layer + name: array for name, array in own.items()}
         if ffn == "experts":

@@ -76,6 +76,7 @@ MORE: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
     "deepseek_v2": {"n_routed_experts": 8},
+    "deepseek_v4": {"o_groups": 4},
     "granite_moe": {"num_local_experts": 8},
     "ernie4_5_moe": {"moe_num_experts": 8},
     "hunyuan_moe": {"num_experts": 8},

@@ -699,6 +699,35 @@ CONFIGS = MappingProxyType(
             "hc_mult": 3,
             "swiglu_limit": 1.0,
         },
+        "deepseek_v4": {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "head_dim": 16,
+            "q_lora_rank": 20,
+            "num_experts_per_tok": 3,
+            "n_routed_experts": 8,
+            "num_hash_layers": 2,
+            "compress_ratios": [0, 4, 128, 4, 0],
+            "compress_rate_hca": 8,
+            "sliding_window": 12,
+            "o_groups": 2,
+            "o_lora_rank": 6,
+            "index_n_heads": 16,
+            "index_head_dim": 12,
+            "index_topk": 5,
+            "max_position_embeddings": MAX_LEN,
+            "qk_rope_head_dim": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
         "qwen3_5": {
             **_HYBRID,
             "architectures": ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
@@ -1432,6 +1461,7 @@ LIKE_OTHERS = (
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
     *("apertus1p5", "zamba", "zamba2", "kolibri1", "lara_mini", "molmo2"),
     *("deepseek_v32", "axk2", "mistral_large4", "hy_v4"),  # as glm_moe_dsa
+    "deepseek_v4",
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1450,7 +1480,7 @@ WITH_STATE = (
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
-    *("zamba", "zamba2", "lara_mini", "zaya"),
+    *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4"),
 )
 
 # of Zamba's blocks, without which scores are so large that rounding decides
@@ -1476,10 +1506,14 @@ def tiny_config(name: str) -> dict[str, Any]:
 
 def random_params(model: Model, seed: int = 0) -> Params:
     """Random values so large that every part affects the logits and greedy choices are clear."""
-    rng = np.random.default_rng(seed)
+    rng, leaves = np.random.default_rng(seed), abstract_params(model)
 
     def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].key
+        if name == "expert_table":  # distinct experts of each token
+            count = leaves[path[0].key]["router"].shape[0]
+            first = rng.integers(count, size=(leaf.shape[0], 1))
+            return jnp.asarray((first + np.arange(leaf.shape[1])) % count, leaf.dtype)
         noise = rng.standard_normal(leaf.shape, np.float32)
         if "norm" in name:
             noise = 1.0 + 0.2 * noise
@@ -1490,4 +1524,4 @@ def random_params(model: Model, seed: int = 0) -> Params:
             noise = noise * (0.15 if name in SMALL else 1.5) / inputs**0.5
         return jnp.asarray(noise, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, abstract_params(model))
+    return jax.tree_util.tree_map_with_path(draw, leaves)

@@ -73,9 +73,12 @@ class Sequence:
         self.slot = first_page  # which no other sequence has
         self.pages = np.arange(first_page, first_page + -(-len(token_ids) // PAGE_SIZE))
 
-    def slots(self, start: int, stop: int) -> np.ndarray:
+    def slots(self, start: int, stop: int, each: int = 1) -> np.ndarray:
+        """The slots of the entries, of ``each`` so many tokens, that tokens complete; none: 0."""
         positions = np.arange(start, stop)
-        return self.pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        entries = positions // each
+        slots = self.pages[entries // PAGE_SIZE] * PAGE_SIZE + entries % PAGE_SIZE
+        return np.where((positions + 1) % each == 0, slots, 0)
 
 
 def run_step(
@@ -100,19 +103,25 @@ def run_step(
     table = np.full((d + len(prefills) + pad_rows, MAX_PAGES), 10**6, np.int32)
     lens, begins = np.zeros(len(table), np.int32), np.zeros(len(table), np.int32)
     owners = np.full(len(table), NUM_PAGES, np.int32)  # the last state row is that of padding
-    ids, positions, slots = [], [], []
+    sizes = [group.tokens_per_entry for group in model.state.groups]
+    ids, positions, is_token = [], [], []
+    slots: list[list[int]] = [[] for _ in sizes]
 
     def add(row: int, seq: Sequence, start: int, stop: int) -> None:
         table[row, : len(seq.pages)] = seq.pages
         owners[row], begins[row], lens[row] = seq.slot, start, stop
         ids.extend(seq.token_ids[start:stop])
         positions.extend(range(start, stop))
-        slots.extend(seq.slots(start, stop))
+        is_token.extend([True] * (stop - start))
+        for own, size in zip(slots, sizes, strict=True):
+            own.extend(seq.slots(start, stop, size))
 
     def pad(count: int) -> None:
         ids.extend([7] * count)
         positions.extend([0] * count)
-        slots.extend([0] * count)
+        is_token.extend([False] * count)
+        for own in slots:
+            own.extend([0] * count)
 
     for row, span in enumerate(spans[: len(decodes)]):
         add(row, *span)
@@ -122,12 +131,11 @@ def run_step(
     starts = np.cumsum([0, *(stop - start for _, start, stop in prefills), *[0] * pad_rows])
     pad(pad_tokens)
     # each group of layers has its own pages for a sequence, at an offset of NUM_PAGES per group
-    real, held = np.array(slots) > 0, table < 10**6
-    groups = range(len(model.state.groups))
-    moved = [
-        (slots + real * g * NUM_PAGES * PAGE_SIZE, table + held * g * NUM_PAGES) for g in groups
-    ]
-    pages = [Pages(*(jnp.asarray(x, jnp.int32) for x in (*both, lens))) for both in moved]
+    held, pages = table < 10**6, list[Pages]()
+    for g, (each, size) in enumerate(zip(slots, sizes, strict=True)):
+        own = np.array(each)
+        moved = own + (own > 0) * g * NUM_PAGES * PAGE_SIZE, table + held * g * NUM_PAGES
+        pages.append(Pages(*(jnp.asarray(x, jnp.int32) for x in (*moved, lens // size))))
     last = jnp.asarray(np.where(lens > 0, np.r_[0:d, d + starts[1:] - 1], 0))
     of_prompts = np.searchsorted(starts[1:], np.arange(len(ids) - d), side="right")
     of_token = np.r_[0:d, d + np.minimum(of_prompts, len(starts) - 2)].astype(np.int32)
@@ -135,7 +143,7 @@ def run_step(
         jnp.asarray(positions),
         Rows(
             of_token=jnp.asarray(of_token),
-            is_token=jnp.asarray(real),
+            is_token=jnp.asarray(np.array(is_token, bool)),
             slots=jnp.asarray(owners),
             begins=jnp.asarray(begins),
             last_tokens=last,

@@ -73,6 +73,7 @@ def test_every_row_of_the_table_has_a_file() -> None:
 
 # norms of the stream after blocks are here those before the next ones: see models/openai_gpt.py
 ENDS = ("openai_gpt",)
+WITHOUT_PATTERNS = ("deepseek_v4",)  # attention to tokens and to windows of them
 HIDDEN = sorted(path.stem for path in (DATA / "hidden").glob("*.safetensors"))
 
 
@@ -87,6 +88,7 @@ def test_activations_equal_transformers(case: str) -> None:
     streams = [f"layers.{i}.resid_pre" for i in used[::each]] + ["final_norm"]
     states = [layer.mixer.state(dtype) for layer in layers]
     patterns = [f"layers.{i}.pattern" for i, own in enumerate(states) if own.paged or own.follows]
+    patterns = [] if case in WITHOUT_PATTERNS else patterns
     read = jax.jit(lambda ids: forward(model, params, ids, taps=(*streams, *patterns))[1])
     found = read(tensors["token_ids"][0])
     assert len(expected["patterns"]) == len(patterns)

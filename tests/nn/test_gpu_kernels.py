@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -178,3 +180,38 @@ def test_the_dense_form_launches_no_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     with in_place_of_triton_call(recorder := Recorder()):
         jax.eval_shape(lambda p, x: forward(MODEL, p, x), abstract_params(MODEL), ids)
     assert not recorder.calls
+
+
+def prompt_context(ids: jax.Array) -> StepContext:
+    """A step of one prompt, which is new."""
+    zero = ids[:1]
+    pages = Pages(ids, jnp.zeros((1, 4), jnp.int32), zero)
+    rows = Rows(ids, ids, zero, zero, zero, jnp.zeros(2, jnp.int32))
+    return StepContext(ids, rows, (pages,), num_decodes=0)
+
+
+@pytest.mark.parametrize(
+    ("context", "kernels"),
+    [
+        pytest.param(partial(decode_context, width=4), {"_decode"}, id="decode"),
+        pytest.param(prompt_context, {"_convolve", "_chunks", "_scan"}, id="prompt"),
+    ],
+)
+def test_kernels_of_mamba2(
+    context: Callable[[jax.Array], StepContext],
+    kernels: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
+    model = build_model(tiny_models.tiny_config("mamba2"), "bfloat16")
+
+    def step(params, state, ids):
+        return hidden_states(model, params, ids, context(ids), state)
+
+    ids = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    state = model.state.abstract((), 16, ROWS)
+    with in_place_of_triton_call(recorder := Recorder()):
+        hidden, after = jax.eval_shape(step, abstract_params(model), state, ids)
+    names = {call.kernel.__name__ for call in recorder.calls}
+    assert names - {"_add_and_norm"} == kernels
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)

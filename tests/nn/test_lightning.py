@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from jaxinfer.nn.mixers.recurrent import PromptRows, whole_sequence
-from jaxinfer.nn.mixers.ssd import SsdTokens, ssd_decode, ssd_prefill
 from jaxinfer.nn.positions import Alibi
+from pallas_kernels.ssd_decode.ref import SsdDecodeArgs
+from pallas_kernels.ssd_decode.xla import ssd_decode
+from pallas_kernels.ssd_prefill.ref import SsdPrefillArgs
+from pallas_kernels.ssd_prefill.xla import ssd_prefill
 
 TOKENS, HEADS, WIDTH = 4096, 4, 8
 # of the first layer, and of the last one, whose states hardly decay
@@ -34,14 +37,23 @@ def test_chunks_equal_single_tokens_over_4096_tokens(layer: str) -> None:
     # so that outputs stay of order 1 where nothing decays
     q, k, v = (rng.standard_normal((TOKENS, HEADS, WIDTH), np.float32) / 4 for _ in range(3))
     expected, last = recurrence(q, k, v, slopes)
-    made = SsdTokens(v, k, q, np.ones((TOKENS, HEADS), np.float32), -slopes)
-    tokens = SsdTokens(*map(jnp.asarray, made))
+    mixed = jnp.asarray(np.concatenate([one.reshape(TOKENS, -1) for one in (v, k, q)], axis=1))
+    decay = jnp.stack((jnp.log(slopes), jnp.zeros(HEADS), jnp.zeros(HEADS)))
     empty, first = jnp.zeros((1, HEADS, WIDTH, WIDTH)), jnp.zeros(1, jnp.int32)
-    chunked, state = ssd_prefill(tokens, empty, PromptRows.of(whole_sequence(TOKENS)))
+    indices = PromptRows.of(whole_sequence(TOKENS))._asdict()
+    args = SsdPrefillArgs(mixed=mixed, steps=None, decay=decay, states=empty, **indices)
+    chunked, state = ssd_prefill(args)
 
     def step(states: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own = SsdTokens(*(one[at][None] for one in tokens[:-1]), tokens.rates)
-        out, states = ssd_decode(own, states, at[None], first)
+        own = SsdDecodeArgs(
+            mixed=mixed[at][None],
+            steps=None,
+            decay=decay,
+            states=states,
+            positions=at[None],
+            rows=first,
+        )
+        out, states, _ = ssd_decode(own)
         return states, out[0]
 
     single, each = jax.lax.scan(step, empty, jnp.arange(TOKENS))

@@ -140,6 +140,36 @@ def test_a_model_that_would_say_something_else_is_held(
     assert (message.get("reasoning") or "").strip() == prompt.reasoning
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+MARKS = (
+    *("<think>a</think> b", "</think>", "<|im_end|>", "[THINK]"),
+    "<tool_call><function=f><parameter=n>7</parameter></function></tool_call>",
+    "<|end|><|start|>assistant<|channel|>analysis<|message|>c",
+)
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]], ids=["without tools", "with tools"])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_strings_of_a_form_may_contain_marks(
+    servers: dict[str, Server], name: str, tools: list[Any]
+) -> None:
+    """The marks of thoughts, calls and turns are the string's text there (vLLM's issue 48663)."""
+    prompt = PROMPTS[name]
+    server, device = servers[prompt.template]
+    schema = {**SCHEMA, "properties": {"q": {"type": "string"}}, "required": ["q"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    text = json.dumps({"q": " ".join(MARKS)})
+    device.speak(said(prompt, text))
+    body = chat_of(prompt, response_format=form, **({"tools": tools} if tools else {}))
+    body["max_tokens"] = 500
+    message = ask(server, CHATS, **body)["choices"][0]["message"]
+    assert (message["content"], message.get("tool_calls")) == (text, None)
+    assert (message.get("reasoning") or "").strip() == prompt.reasoning
+    chunks = events(server.post(CHATS, stream=True, **body))
+    assert joined(chunks, "content") == text
+    assert joined(chunks, "reasoning").strip() == prompt.reasoning
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 def test_the_other_apis(servers: dict[str, Server], name: str) -> None:
     prompt = PROMPTS[name]
@@ -196,10 +226,9 @@ def test_stop_strings_are_looked_for_after_the_thoughts(
 
 def test_a_budget_interrupts_no_call_in_thoughts(servers: dict[str, Server]) -> None:
     server, device = servers["qwen3.5"]
-    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
     call = "<tool_call>\n<function=f>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call>"
     device.speak(f"hm\n{call}")
-    body = chat_of(PROMPTS["qwen3.5, opened"], thinking_token_budget=20, tools=[tool])
+    body = chat_of(PROMPTS["qwen3.5, opened"], thinking_token_budget=20, tools=[TOOL])
     message = ask(server, CHATS, **body)["choices"][0]["message"]
     (made,) = message["tool_calls"]
     assert made["function"] == {"name": "f", "arguments": '{"n": 7}'}

@@ -66,6 +66,21 @@ def test_whole_and_cut_at_every_byte(name: str, message: Message) -> None:
     assert read(parser(), pieces_of(data, range(1, len(data)))) == message
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v31", "mistral"])
+def test_a_text_after_thoughts_may_name_their_marks(name: str) -> None:
+    """Thoughts begin again among the text only in a format that says that they repeat."""
+    text = "Between <think> and </think>, or [THINK] and [/THINK], it thinks."
+    message = Message(text, (("clock", {}),), "hm")
+    template, data = template_of(name), WRITERS[name](message).encode()
+    for cuts in ([], range(1, len(data)), *([cut] for cut in range(1, len(data)))):
+        parser = AnswerParser(template, "", tools=TOOLS)
+        assert read(parser, pieces_of(data, cuts)) == message, cuts
+    # behind a call the model may think again
+    again = WRITERS[name](Message("", (), "hm")).encode()
+    found = read(AnswerParser(template, "", tools=TOOLS), [(data + again + b"x").decode()])
+    assert (found.reasoning, found.content) == ("hmhm", text + "x")
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_call_that_is_cut_off_has_the_arguments_so_far(name: str) -> None:
     """max_tokens may end an answer anywhere; text that has begun no call is content."""

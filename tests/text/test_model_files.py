@@ -37,14 +37,17 @@ def field(number: int, value: int | float | bytes) -> bytes:
     return bytes(made) + (value if isinstance(value, bytes) else b"")
 
 
-def stories_model(*, kind: int = 2, normalizer: bytes = field(4, 0)) -> bytes:
-    """The 512 tokens of tinyllamas as a tokenizer.model."""
+def stories_model(
+    *, kind: int = 2, normalizer: bytes = field(4, 0), symbols: tuple[str, ...] = ()
+) -> bytes:
+    """The 512 tokens of tinyllamas as a tokenizer.model, and user-defined symbols behind them."""
     metadata = stories_gguf_metadata()
     names = ("tokens", "scores", "token_type")
     columns = (metadata[f"tokenizer.ggml.{name}"] for name in names)
+    found = [*zip(*columns, strict=True), *((symbol, 0.0, 4) for symbol in symbols)]
     pieces = [
         field(1, field(1, token.encode()) + field(2, score) + field(3, number))
-        for token, score, number in zip(*columns, strict=True)
+        for token, score, number in found
     ]
     return b"".join(pieces) + field(2, field(3, kind)) + field(3, normalizer)
 
@@ -78,6 +81,11 @@ def test_a_sentencepiece_model_equals_the_same_vocabulary_of_a_gguf_file(tmp_pat
         ({"add_bos_token": False}, "Once", ["▁Once"]),
         ({"add_eos_token": True}, "Once", ["<s>", "▁Once", "</s>"]),
         ({"add_prefix_space": False}, " Once", ["<s>", "▁Once"]),
+        ({"add_prefix_space": None}, "Once", ["<s>", "▁Once"]),  # as transformers 4 saves it
+        ({}, "</s>the</s>the", ["<s>", "</s>", "▁the", "</s>", "▁the"]),
+        # transformers' legacy: a space behind each token that is not the model's own
+        ({"legacy": True}, "the</s>the", ["<s>", "▁the", "</s>", "▁the"]),
+        ({"legacy": False}, "the</s>the", ["<s>", "▁the", "</s>", "t", "he"]),
         (
             {"added_tokens_decoder": {"512": {"content": "<|im_start|>", "special": True}}},
             "Once<|im_start|>",
@@ -100,6 +108,45 @@ def test_tokenizer_config_adds_to_a_sentencepiece_model(
 ) -> None:
     tokenizer = loaded(folder_with(tmp_path, "tokenizer.model", stories_model(), **config))
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == tokens
+
+
+# by sentencepiece 0.2.3, of the same file
+SYMBOLS = {
+    "the  the": ["▁the", "▁▁", "t", "he"],
+    " the": ["▁▁", "t", "he"],
+    "    the": ["▁▁", "▁▁", "▁the"],
+    "the<sep>the <sep> the": ["▁the", "<sep>", "t", "he", "▁", "<sep>", "▁the"],
+    "<sep>the": ["▁", "<sep>", "t", "he"],
+    "the</s>the<sep>": ["▁the", "</s>", "▁the", "<sep>"],  # sentencepiece reads no </s>
+}
+
+
+@pytest.mark.parametrize("text", SYMBOLS)
+def test_symbols_of_a_sentencepiece_model_are_found_among_its_spaces(
+    text: str, tmp_path: Path
+) -> None:
+    data = stories_model(symbols=("<sep>", "▁▁"))
+    tokenizer = loaded(folder_with(tmp_path, "tokenizer.model", data, add_bos_token=False))
+    ids = tokenizer.encode(text)
+    assert tokenizer.convert_ids_to_tokens(ids) == SYMBOLS[text]
+    assert tokenizer.decode(ids) == text.replace("</s>", " ")
+    tokenizer.save_pretrained(saved := tmp_path / "saved")
+    assert loaded(saved).encode(text) == ids
+
+
+def test_older_folders_have_added_tokens_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """As llama.cpp's issue 3454 shows one: which of them are special, another file says."""
+    folder = folder_with(tmp_path, "tokenizer.model", stories_model())
+    added = {"<|im_end|>": 512, "<|im_start|>": 513, "<tool>": 514}
+    (folder / "added_tokens.json").write_text(json.dumps(added))
+    named = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer = loaded(folder)
+    tokens = ["<s>", "<|im_start|>", "▁the", "<|im_end|>", "<tool>"]
+    ids = tokenizer.encode("".join(tokens[1:]).replace("▁", ""))
+    assert tokenizer.convert_ids_to_tokens(ids) == tokens
+    assert tokenizer.decode(ids) == "the<tool>"
+    assert tokenizer.eos_token_id == 512
 
 
 def ranks(count: int = 3000) -> dict[bytes, int]:
@@ -195,6 +242,19 @@ EDGE = {"content": "<mask>", "lstrip": True}
             {"added_tokens_decoder": {"512": "x"}},
             "added_tokens_decoder .*is unusable",
         ),
+        (
+            "tokenizer.model",
+            stories_model(),
+            {"added_tokens_decoder": {"4000000000": {"content": "x"}}},
+            "unusable .the id 4000000000",
+        ),
+        (
+            "tokenizer.model",
+            stories_model(),
+            {"added_tokens_decoder": {"-1": {"content": "x"}}},
+            "unusable .the id -1",
+        ),
+        ("tokenizer.model", tiktoken_file(), {}, "has the ranks of tiktoken"),
         ("tiktoken.model", tiktoken_file(), {}, "read for Kimi's"),
         ("tiktoken.model", b"IQ== x", KIMI, "is damaged"),
         ("tiktoken.model", b"IQ== 0\nIg== 2\n", KIMI, "ranks that do not ascend"),

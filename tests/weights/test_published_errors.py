@@ -228,7 +228,7 @@ W4 = kit.PUBLISHED[W4A16][0]
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt' is 'e5m2', .*'e4m3'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"must be two sizes, got \[128\]"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, r"must be two sizes, got \[0, 1\]"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype' is 'fp4'"),
+        ({"quant_method": "fp8", "expert_dtype": "fp6"}, "expert_dtype' is 'fp6'"),
         ({"quant_method": "mxfp4", "modules_to_not_convert": "lm_head"}, "must be a list of names"),
         (W4 | {"format": "nvfp4-pack-quantized"}, "format' is 'nvfp4-pack-quantized', .*'pack-qua"),
         (W4 | {"format": "marlin-24"}, "format' is 'marlin-24'"),

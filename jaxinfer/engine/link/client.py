@@ -173,9 +173,12 @@ class EngineClient:
         free = max(slots - self._num_started, 0)
         return max(self._num_waiting + arriving - free, 0)
 
-    def check(self, spec: RequestSpec) -> None:
-        """Raise ``RequestError`` for a request that this engine can never answer."""
-        check_request(spec, self.limits, self.facts, self.tokenizer)
+    def checked(self, spec: RequestSpec) -> RequestSpec:
+        """A request with its prompt as int32, for ``open``; raises ``RequestError`` for one that
+        this engine can never answer.
+        """
+        prompt = check_request(spec, self.limits, self.facts, self.tokenizer)
+        return replace(spec, prompt_token_ids=prompt)
 
     def open(
         self,
@@ -189,13 +192,12 @@ class EngineClient:
     ) -> Stream:
         """Submit a request; raises ``RequestError``, or ``EngineError`` if the engine has ended.
 
-        ``checked``: it has passed ``check``, which reads every token id of the prompt. ``client``
+        ``checked``: it comes from ``checked``, which reads every token id of the prompt. ``client``
         and ``is_whole``: as in ``Submission``. ``name``: the user's id, which a profile
         shows if it has been started.
         """
         if not checked:
-            prompt = check_request(spec, self.limits, self.facts, self.tokenizer)
-            spec = replace(spec, prompt_token_ids=prompt)
+            spec = self.checked(spec)
         self._opened += 1
         # unique, since users may repeat their request ids; short, as it comes with every token
         key = f"{name if name and self._shows_names else 'stream'}-{self._opened}"

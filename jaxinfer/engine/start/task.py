@@ -34,8 +34,7 @@ def with_task(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, 
     if config.tap_points is not None:
         raise ConfigError("tap_points has no meaning for task 'embed'; leave it out")
     kind = config.pooling or ("last" if source.pooling is None else source.pooling.kind)
-    own = {"tie_word_embeddings": True, WITHOUT_HEAD: True}
-    hf_config = {**decoder_config(source.hf_config), **own}
+    hf_config = {**decoder_config(source.hf_config), WITHOUT_HEAD: True}
     return replace(config, task=task, pooling=kind), replace(source, hf_config=hf_config)
 
 

@@ -86,6 +86,10 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
             "kv_offloading_size keeps prefixes for reuse, and this engine reuses none; leave it "
             "out, or enable_prefix_caching"
         )
+    if not any(program.model.state.bytes_per_entry):
+        raise ConfigError(
+            "kv_offloading_size keeps pages, and a model without attention has none; leave it out"
+        )
     if program.placement.num_hosts > 1 or (
         program.placement.num_devices > 1 and program.platform != "cpu"
     ):

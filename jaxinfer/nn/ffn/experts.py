@@ -3,6 +3,7 @@
 Owns: ``Experts``. Parameters:
 
     router  [E, D]       router_bias  [E]      choice_bias float32[E]      expert_scale [E]
+    expert_table int32[V, k] with experts of token ids
     gate_up [E, 2F, D]: gate, up, or [E, F, D] without gates        gate_up_bias [E, 2F]
     down    [E, D, F]                          down_bias    [E, D], or [D] of their sum
     shared/gate_up, shared/down: see ``ffn.dense``     shared_gate [D, 1] with a shared gate
@@ -15,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import PlainOutput, StepContext
+from jaxinfer.nn.context import PlainOutput, StepContext, TokenIds
 from jaxinfer.nn.decoder_config import ExpertsConfig
 from jaxinfer.nn.ffn.dense import FeedForward
 from jaxinfer.nn.linear import (
@@ -111,13 +112,17 @@ class Experts(nn.Module):
         Padding chooses -1, which is no expert.
         """
         c, is_uniform = self.config, self.config.dummy_routing == "uniform"
-        is_token = None if ctx.rows is None else ctx.rows.is_token
+        is_token, given = None if ctx.rows is None else ctx.rows.is_token, None
+        if c.by_id:
+            assert isinstance(ctx.layer_inputs, TokenIds), "the layer has no token ids"
+            given = param(self, "expert_table")[ctx.layer_inputs.ids]
         args = RouteArgs(
             x=h,
             w=param(self, "router"),
             bias=param(self, "router_bias") if c.router_bias else None,
             choice_bias=param(self, "choice_bias") if c.choice_bias else None,
             expert_scale=param(self, "expert_scale") if c.expert_scale else None,
+            given=given,
             is_token=is_token,
             routing=c.routing._replace(shifted_among=c.count) if is_uniform else c.routing,
         )

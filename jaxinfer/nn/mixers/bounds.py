@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.block import StepShape
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.mixers.chunks import most_chunks
+from jaxinfer.nn.mixers.compressed_spec import TILE_BYTES, CompressedAttentionConfig
 from jaxinfer.nn.mixers.convolved_spec import ConvolvedAttentionConfig
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
@@ -36,6 +37,7 @@ from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.lib.chunk_scan import CHUNK
 from pallas_kernels.lib.latent_pages import ROPE_DTYPE, num_groups
 from pallas_kernels.lib.page_scales import BITS
+from pallas_kernels.lib.token_tiles import tile_width
 from pallas_kernels.paged_prefill import api as paged_prefill
 from pallas_kernels.paged_prefill.ref import FEW_TOKENS, PrefillArgs
 from pallas_kernels.short_conv import api as short_conv
@@ -43,6 +45,7 @@ from pallas_kernels.sparse_attention import api as sparse_attention
 from pallas_kernels.sparse_attention.ref import SparseAttentionArgs
 from pallas_kernels.sparse_latent import api as sparse_latent
 from pallas_kernels.sparse_latent.ref import SparseLatentArgs
+from pallas_kernels.ssd_prefill import api as ssd_prefill
 
 MOST_PAGES = 1 << 20  # of a sequence: its context has as many splits as any
 # Tokens of a step whose prompts may have few, as the others are decode rows.
@@ -179,6 +182,40 @@ def indexed_attention_bytes(config: IndexedAttentionConfig, step: StepShape) -> 
     return max(found) + tokens * (heads + 4 * index.num_heads * index.top_k)
 
 
+def compressed_bytes(config: CompressedAttentionConfig, step: StepShape) -> int:
+    """The entries that a tile of tokens gathers, their scores and weights; the queries, outputs and
+    keys of all tokens and their forms in float32; and the values and gates of windows.
+    """
+    of: Any = jax.ShapeDtypeStruct
+    c, own, (tokens, dtype) = config, config.compressor, (step.x.shape[0], step.x.dtype)
+    count = c.entries_at_once
+    tile = tile_width(tokens, TILE_BYTES // (4 * c.head_dim * count))
+    heads = c.num_heads * c.head_dim
+    tiles = tile * (3 * 4 * count * (c.head_dim + c.num_heads) + 4 * 4 * heads)
+    queries = tokens * heads * (4 + 2 * dtype.itemsize)
+    if own is None:
+        return tiles + queries
+    # values and gates in float32, as they are gathered by windows, and their weights
+    channels, chosen = own.num_series * c.head_dim, 0
+    if (index := own.indexer) is not None:
+        channels += own.num_series * index.head_dim
+        among = IndexTopkArgs(
+            q=of((tokens, index.num_heads, index.head_dim), dtype),
+            weights=of((tokens, index.num_heads), jnp.float32),
+            pages=of((1, 16, index.head_dim), dtype),
+            page_table=of((tokens, MOST_PAGES), jnp.int32),
+            rows=of((tokens,), jnp.int32),
+            lens=of((tokens,), jnp.int32),
+            top_k=index.top_k,
+        )
+        op = index_topk.OP
+        tiles = max(tiles, workspace_of(op, step.platform, among, step.pins.of(op.name)))
+        chosen = tokens * (4 * index.top_k + 8 * index.num_heads * index.head_dim)
+    windows = tokens // own.ratio + 2 * step.num_prompts
+    compressed = 4 * channels * (5 * (tokens + own.ratio * windows) + 9 * windows)
+    return tiles + queries + chosen + compressed
+
+
 def delta_bytes(config: DeltaConfig, step: StepShape) -> int:
     """The bytes of both ops, the arguments between them (queries and keys of unit length, a copy of
     the values, betas and decays in float32), the channels of prompts after decode rows, and gates
@@ -233,14 +270,15 @@ def convolved_bytes(config: ConvolvedAttentionConfig, step: StepShape) -> int:
 
 
 def mamba2_bytes(config: Mamba2Config, step: StepShape) -> int:
-    """For each chunk and head, in float32, some 4 matrices of chunk by chunk, 6 of keys and 6 of
-    inputs.
+    """The bytes of the convolution and of the scan, and the channels between them, twice: those of
+    prompts after decode rows are copied.
     """
     if not step.num_prompts:
         return 0
     channels = sum(config.channels.widths)
     conv = _conv_bytes(step, channels, config.conv_width)
-    scan = _scan_bytes(step, config.num_heads, config.state_dim, config.head_dim)
+    heads = (config.num_heads, config.head_dim, config.state_dim)
+    scan = _scan_bytes(step, channels, heads, has_steps=True)
     return conv + scan + 2 * step.x.shape[0] * channels * step.x.dtype.itemsize
 
 
@@ -250,7 +288,8 @@ def lightning_bytes(config: LightningConfig, step: StepShape) -> int:
     """
     if not step.num_prompts:
         return 0
-    scan = _scan_bytes(step, config.num_heads, config.head_dim, config.head_dim)
+    heads = (config.num_heads, config.head_dim, config.head_dim)
+    scan = _scan_bytes(step, 3 * config.inner, heads, has_steps=False)
     return scan + 6 * 4 * step.x.shape[0] * config.inner
 
 
@@ -285,9 +324,20 @@ def _num_chunks(step: StepShape) -> int:
     return step.x.shape[0] // CHUNK + step.num_prompts
 
 
-def _scan_bytes(step: StepShape, heads: int, keys: int, inputs: int) -> int:
-    """The arrays of ``nn.mixers.ssd`` for so many heads, with these widths."""
-    return 4 * _num_chunks(step) * CHUNK * heads * (4 * CHUNK + 6 * keys + 6 * inputs)
+def _scan_bytes(
+    step: StepShape, channels: int, heads: tuple[int, int, int], *, has_steps: bool
+) -> int:
+    """The workspace of ``ssd_prefill`` with states of so many heads, inputs and columns."""
+    of, (tokens, _), float32 = jax.ShapeDtypeStruct, step.x.shape, jnp.dtype(jnp.float32)
+    call: dict[str, Any] = {
+        "mixed": of((tokens, channels), step.x.dtype),
+        "steps": of((tokens, heads[0]), step.x.dtype) if has_steps else None,
+        "decay": of((3, heads[0]), float32),
+        "states": of((1, *heads), float32),
+    }
+    args = ssd_prefill.SsdPrefillArgs(**call, **_row_indices(step.num_prompts))
+    op = ssd_prefill.OP
+    return workspace_of(op, step.platform, args, step.pins.of(op.name))
 
 
 def _conv_bytes(

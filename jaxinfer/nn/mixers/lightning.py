@@ -1,6 +1,6 @@
 """Lightning attention: linear attention with a fixed decay of each head.
 
-It is the state space of Mamba-2 (``nn.mixers.ssd``) with steps of 1, whose inputs are the values,
+It is the state space of Mamba-2 (``ssd_prefill``) with steps of 1, whose inputs are the values,
 and whose b and c are the keys and the queries. Parameters of ``Lightning``, with H heads of width
 P and I = H * P:
 
@@ -44,8 +44,8 @@ class Lightning(nn.Module):
         state, rows = started(c, state, y, ctx)
         qkv, gate = jnp.split(y, (3 * c.inner,), axis=1)
         tokens = self._tokens(qkv, norm.eps, ctx)
-        out, states = ssd(tokens, state["lightning"], rows, ctx)
-        x, out = stream.x, out.reshape(len(out), -1)
+        out, states, _ = ssd(tokens, None, state["lightning"], rows, ctx)
+        x, out = stream.x, out.reshape(len(out), -1).astype(jnp.float32)
         if only is not None:
             x, out, gate = stream.take(only), take_rows(out, only), take_rows(gate, only)
         across = ctx if c.spread else None
@@ -66,5 +66,6 @@ class Lightning(nn.Module):
         if c.rope is not None:
             q, k = rotate(q, *ctx.angles[0]), rotate(k, *ctx.angles[0])
         q = q if c.scale == 1 else q * c.scale
-        steps = jnp.ones(q.shape[:2], jnp.float32)
-        return SsdTokens(v, k, q, steps, -c.slopes.own(c.num_heads, ctx.axis))
+        mixed = jnp.concatenate([one.reshape(len(one), -1) for one in (v, k, q)], axis=1)
+        rates = jnp.log(c.slopes.own(c.num_heads, ctx.axis))
+        return SsdTokens(mixed, None, jnp.stack((rates, *[jnp.zeros_like(rates)] * 2)))

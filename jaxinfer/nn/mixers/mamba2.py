@@ -14,11 +14,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import PlainOutput, Rows, StepContext
+from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
-from jaxinfer.nn.mixers.recurrent import convolved, started
-from jaxinfer.nn.mixers.ssd import SsdTokens, grouped_rms_norm, ssd
+from jaxinfer.nn.mixers.recurrent import started
+from jaxinfer.nn.mixers.ssd import Conv, SsdTokens, grouped_rms_norm, ssd
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 
@@ -46,38 +46,21 @@ class Mamba2(nn.Module):
         state, rows = started(c, state, y, ctx)
         gate, mixed, steps = jnp.split(y, (c.inner, -c.num_heads), axis=1)
         conv_bias = param(self, "conv_bias") if c.conv_bias else None
-        taps = param(self, "conv")
-        mixed, kept = convolved(mixed, taps, conv_bias, state["conv"], rows, ctx, silu=True)
-        out, states = self._mixed(mixed, steps, state["ssm"], rows, ctx)
+        conv = Conv(param(self, "conv"), conv_bias, state["conv"])
+        # transformers limits steps of prompts alone, so that its states depend on the path
+        tokens = SsdTokens(mixed, steps, param(self, "decay"), c.step_limit)
+        out, states, kept = ssd(tokens, conv, state["ssm"], rows, ctx)
         x = stream.x
         if only is not None:
             x, out, gate = stream.take(only), take_rows(out, only), take_rows(gate, only)
         heads = (len(out), c.num_heads, c.head_dim)
-        out = self._gated(out.reshape(len(out), -1), gate, ctx).astype(y.dtype)
+        out = self._gated(out.reshape(len(out), -1).astype(jnp.float32), gate, ctx).astype(y.dtype)
         out = ctx.at("z", out.reshape(heads)).reshape(out.shape)
         o_bias = param(self, "o_bias") if c.o_bias else None
         delta = block_output(out, weight(self, "o"), ctx, bias=o_bias)
-        return x, delta, None if is_dense else {"ssm": states, "conv": kept}
-
-    def _mixed(
-        self,
-        mixed: jax.Array,  # [T, I + 2G * N]
-        steps: jax.Array,  # [T, H]
-        states: jax.Array,  # float32[S, H, P, N]
-        rows: Rows,
-        ctx: StepContext,
-    ) -> tuple[jax.Array, jax.Array]:  # float32[T, H, P], float32[S, H, P, N]
-        """The outputs of decode rows, then of prompts, and the new states."""
-        c = self.config
-        rates, biases, skip = param(self, "decay")
-        steps = jax.nn.softplus(steps.astype(jnp.float32) + biases)
-        # transformers limits those of prompts alone, so that its states depend on the path
-        steps = jnp.clip(steps, *c.step_limit)
-        x, b, of_c = jnp.split(mixed, (c.inner, c.inner + c.keys), axis=1)
-        x = x.reshape(len(x), c.num_heads, c.head_dim)
-        b, of_c = (one.reshape(len(x), c.num_groups, c.state_dim) for one in (b, of_c))
-        out, states = ssd(SsdTokens(x, b, of_c, steps, -jnp.exp(rates)), states, rows, ctx)
-        return out + skip[:, None] * x.astype(jnp.float32), states
+        if is_dense or kept is None:
+            return x, delta, None
+        return x, delta, {"ssm": states, "conv": kept}
 
     def _gated(self, out: jax.Array, gate: jax.Array, ctx: StepContext) -> jax.Array:
         """The outputs [T, I] times SiLU of their gates, with the norm; float32."""

@@ -109,14 +109,28 @@ def convolved(
         kept = with_kept(kept, rows, d)
         parts.append(out.astype(x.dtype))
     if len(x) > d:
-        args = ShortConvArgs(
-            x=x[d:],
-            weights=weights,
-            bias=bias,
-            kept=kept,
-            silu=silu,
-            **PromptRows.of(rows.prompts(d))._asdict(),
-        )
-        out, kept = short_conv(args, ctx.pinned("short_conv"))
+        out, kept = convolved_prompts(x[d:], weights, bias, kept, rows.prompts(d), ctx, silu=silu)
         parts.append(out)
     return (jnp.concatenate(parts) if len(parts) > 1 else parts[0]), kept
+
+
+def convolved_prompts(
+    x: jax.Array,  # [T, C]
+    weights: jax.Array,  # [W, C]
+    bias: jax.Array | None,  # [C]
+    kept: jax.Array,  # [P, W, C]
+    prompts: Rows,
+    ctx: StepContext,
+    *,
+    silu: bool,
+) -> tuple[jax.Array, jax.Array]:  # [T, C], [P, W, C]
+    """``convolved`` for the tokens of prompts, whose rows are ``Rows.prompts``."""
+    args = ShortConvArgs(
+        x=x,
+        weights=weights,
+        bias=bias,
+        kept=kept,
+        silu=silu,
+        **PromptRows.of(prompts)._asdict(),
+    )
+    return short_conv(args, ctx.pinned("short_conv"))

@@ -58,6 +58,7 @@ GUIDED: Mapping[str, str] = MappingProxyType(
         "guided_grammar": "grammar",
     }
 )
+_WITH_MARKS = ("grammar", "structural_tag")
 _FORMATS = "text, json_object, json_schema and structural_tag"
 
 
@@ -84,6 +85,13 @@ def form_of(
     if structured_outputs is not None:
         return field, structured_outputs
     return field, {GUIDED[field]: guided[field], "whitespace_pattern": whitespace_pattern}
+
+
+def has_whole_form(chosen: tuple[str, Mapping[str, Any]] | None) -> bool:
+    """True if a form that ``form_of`` returned is one of the whole text. Grammars and structural
+    tags may have the model's own marks of calls and thoughts in them.
+    """
+    return chosen is not None and not any(chosen[1].get(kind) for kind in _WITH_MARKS)
 
 
 def form_with(fields: Mapping[str, Any], field: str) -> Form:

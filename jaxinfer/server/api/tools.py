@@ -162,6 +162,7 @@ class AnswerReading:
     parallel: bool = True  # False: only the first call of an answer counts
     num_earlier_calls: int = 0  # in the messages
     custom: frozenset[str] = frozenset()  # functions that stand for custom tools
+    content_is_last: bool = False  # its form holds up to the end, and may contain any mark
 
     def constrained(
         self, sampling: SamplingParams, choice: ToolChoice, budget: int | None, tokenizer: Tokenizer
@@ -245,7 +246,13 @@ class AnswerReading:
     def parser(self) -> AnswerParser:
         """A parser of one answer."""
         schemas = {name: _parameters(function) for name, function in self.tools.items()}
-        return AnswerParser(self.format.template, self.prompt, tools=schemas, hidden=self.hidden)
+        return AnswerParser(
+            self.format.template,
+            self.prompt,
+            tools=schemas,
+            hidden=self.hidden,
+            content_is_last=self.content_is_last,
+        )
 
     def call_id(self, request_id: str, choice: int, number: int, name: str) -> str:
         """The id of a call, ``number`` in its answer; the same for the same request."""

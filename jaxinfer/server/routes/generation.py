@@ -20,6 +20,7 @@ from jaxinfer.server.api.fields import (
     limit_max_tokens,
     to_sampling,
 )
+from jaxinfer.server.api.structured import has_whole_form
 from jaxinfer.server.api.tools import AnswerReading, check_names, num_calls
 from jaxinfer.server.openai.chat_writer import ChatWriter
 from jaxinfer.server.openai.responses import (
@@ -103,6 +104,7 @@ def chat_reading(
         request.parallel_tool_calls and not choice.is_named,
         num_calls(request.messages),
         choice.custom,
+        content_is_last=has_whole_form(request.chosen_form()),
     )
 
 

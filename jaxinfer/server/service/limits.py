@@ -55,11 +55,14 @@ def deadline(requested: float | None, allowed: float | None) -> tuple[float, Api
 
 def check_prompts(
     client: EngineClient, specs: Sequence[RequestSpec], requested: RequestedTokens | None
-) -> None:
-    """Raise ``RequestError`` if one of the prompts of a request cannot be answered."""
+) -> list[RequestSpec]:
+    """The prompts of a request as ``EngineClient.checked`` returns them; raises ``RequestError`` if
+    one of them cannot be answered.
+    """
+    checked: list[RequestSpec] = []
     for number, spec in enumerate(specs):
         try:
-            client.check(spec)
+            checked.append(client.checked(spec))
             if requested is not None:
                 check_fit(len(spec.prompt_token_ids), requested, client.limits.max_model_len)
         except RequestError as error:
@@ -71,6 +74,7 @@ def check_prompts(
                 raise RequestError(message) from None
             field = name if error.field == "prompt" else error.field
             raise ContextLengthError(message, field) from None
+    return checked
 
 
 def check_taps(

@@ -281,7 +281,7 @@ class Service:
         salt += request.cache_salt or ""
         given: Any = (sampling, request.priority, salt, pools)
         specs = [RequestSpec(prompt.token_ids, *given) for prompt in prompts]
-        check_prompts(client, specs, request.requested_tokens())
+        specs = check_prompts(client, specs, request.requested_tokens())
         check_taps(prompts, sampling, client.limits, self.config.max_tap_bytes)
         self._check_queue(prompts)
         wake = asyncio.Event()

@@ -74,14 +74,18 @@ class AnswerParser:
         *,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         hidden: regex.Pattern[str] | None = None,
+        content_is_last: bool = False,
     ) -> None:
         """``prompt`` is the text before the answer, which may have begun it. ``tools``: the
         JSON schema of each tool's parameters. ``hidden`` matches special tokens, which are left out
-        of texts where they are no anchors.
+        of texts where they are no anchors. ``content_is_last``: a form holds from the content's
+        first character to the answer's end, so that a mark in it is the text of a string.
         """
         self._template = template
         self._tools = tools or {}
         self._hidden = hidden
+        self._content_is_last = content_is_last
+        self._has_thought = False
         self._implicit = template.implicit
         self._openings = [one for one in template.fields if one.open is not None]
         self._enter(self._implicit)
@@ -102,6 +106,7 @@ class AnswerParser:
         self._num_awaited = 0  # that have to, before it is searched again
         self._own = len(self._buffer)  # where the answer's own text begins, after the prompt's
         self._has_answered = False  # with content or a call
+        self._has_content = False  # that is not blank, since the last call
         self._unclosed: Field | None = None  # thoughts that a call has ended
         if template.thinks_first and is_new:
             self._enter(next(one for one in template.fields if one.has_reasoning))
@@ -201,6 +206,7 @@ class AnswerParser:
         is_json = field is not None and field.reader == "json-string"
         self._string = JsonStringReader() if is_json else None
         self._is_blank = True  # no text of the field has been returned since it was opened
+        self._has_thought = self._has_thought or self.in_reasoning
         self._spaces = ""  # at its end: they are part of it if further text follows
         self._source: Source | None = None  # of the calls that are read
         if field is not None and field.has_calls and match is not None:
@@ -217,7 +223,7 @@ class AnswerParser:
                 if part is None:
                     return
                 source.unsent.clear()
-                self._has_answered = True
+                self._has_answered, self._has_content = True, False
                 self._last = part
                 yield part
             if source.is_cut and self._last == CallEnd(False):
@@ -234,8 +240,7 @@ class AnswerParser:
                 source.unsent.clear()
             if text := "".join(source.unsent):
                 skipped = 0
-                self._has_answered = True
-                yield Content(text)
+                yield self._content(text)
         self._buffer, self._start = source.text, source.at
         self._scan = source.at + skipped
         if not self._is_prompt:
@@ -257,19 +262,38 @@ class AnswerParser:
         if text:
             self._is_blank = self._is_blank and not text.strip()
             if field.has_content:
-                self._has_answered = True
-                yield Content(text)
+                yield self._content(text)
             elif field.has_reasoning:
                 yield Reasoning(text)
 
+    def _content(self, text: str) -> Content:
+        self._has_answered = True
+        self._has_content = self._has_content or not text.isspace()
+        return Content(text)
+
     # anchors
+
+    @property
+    def _in_last(self) -> bool:
+        """True in content that is the last field: marks count only before its text."""
+        field = self._field
+        return self._content_is_last and field is not None and field.has_content
+
+    def _is_over(self, field: Field | None) -> bool:
+        """True for thoughts that have ended: their mark among the text after them is its own."""
+        has_reasoning = field is not None and field.has_reasoning and not field.repeats
+        return has_reasoning and self._has_thought
 
     def _watched(self) -> Iterator[tuple[_Kind, Field | None, Anchor]]:
         field = self._field
+        if self._in_last and (self._has_content or field is not self._implicit):
+            return
         if field is self._implicit:
             for one in self._openings:
                 assert one.open is not None
-                if not (one.is_answer and self._has_answered):
+                if not (one.is_answer and self._has_answered) and not (
+                    self._is_over(one) and self._has_content
+                ):
                     yield "open", one, one.open
         elif field is not None and field.open and field.has_reasoning and self._is_blank:
             yield "again", field, field.open
@@ -293,6 +317,8 @@ class AnswerParser:
         for kind, field, anchor in self._watched():
             if kind == "again":
                 match = self._match_at(_after_space(self._buffer, self._start), anchor, at_end)
+            elif self._in_last or (kind == "open" and self._is_over(field)):
+                match = self._match_before_text(anchor, at_end)
             elif kind == "open" and field is not None and field.is_answer:
                 match = self._match_at(self._start, anchor, at_end)
             else:
@@ -310,6 +336,12 @@ class AnswerParser:
     def _match_at(self, start: int, anchor: Anchor, at_end: bool) -> regex.Match[str] | None:
         partial = not at_end
         return anchor.pattern.match(self._buffer, start, partial=partial, timeout=PATTERN_SECONDS)
+
+    def _match_before_text(self, anchor: Anchor, at_end: bool) -> regex.Match[str] | None:
+        """A match at the start, or behind the white space there, that has not been passed."""
+        starts = (self._start, _after_space(self._buffer, self._start))
+        found = (self._match_at(start, anchor, at_end) for start in starts)
+        return next((one for one in found if one is not None and one.start() >= self._scan), None)
 
     def _next_match(self, anchor: Anchor, at_end: bool) -> regex.Match[str] | None:
         """The first match that has not been passed. Matches are kept: a search to the end of a long

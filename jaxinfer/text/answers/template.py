@@ -58,6 +58,7 @@ class Field:
     join: str = ""  # between the texts of a field that occurs several times
     transform: Any = None
     transform_each: bool = False
+    repeats: bool = False  # of thoughts: they may begin again among the text
     ending: regex.Pattern[str] | None = (
         None  # ``close`` right after a call; brackets may precede it
     )
@@ -196,6 +197,7 @@ def _field(name: str, given: Any) -> Field:
         join,
         entries.get("transform"),
         bool(entries.get("transform_each", False)),
+        bool(entries.get("repeats", False)),
         # models write one bracket too many at times
         close and regex.compile(rf"[\s}}\]]*(?:{close.pattern.pattern})", regex.DOTALL),
     )

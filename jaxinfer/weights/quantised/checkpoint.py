@@ -21,7 +21,7 @@ _VALUES = (
     (".qweight", ("awq", "gptq")),
     (".weight_packed", ("packed",)),
     ("_blocks", ("mxfp4",)),
-    (WEIGHT, ("plain",)),
+    (WEIGHT, ("plain", "pairs")),
 )
 # Other tensors of a quantised matrix, each of which must belong to one.
 _OTHERS = (

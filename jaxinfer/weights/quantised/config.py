@@ -22,6 +22,8 @@ from jaxinfer.weights.quantised.scheme import PATTERN, Rule, Scheme, WeightSchem
 
 _NOT_HERE = ("gguf",)  # names the kind of file that the weights came from
 _EVERY = PATTERN  # the empty pattern
+_EXPERT_DTYPE = "expert_dtype"
+_EXPERTS = PATTERN + r".*\.experts\.\d+\."
 # Keys that say how a checkpoint was made, or which kernel should read it.
 _MAKING = frozenset(
     {
@@ -44,6 +46,8 @@ def quantization_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
     config = next((hf_config[name] for name in QUANTIZATION_KEYS if hf_config.get(name)), None)
     if config is None:
         return None
+    if (experts := hf_config.get(_EXPERT_DTYPE)) is not None:  # as transformers reads DeepSeek-V4's
+        config = {_EXPERT_DTYPE: experts, **config}
     method = Keys(config).take("quant_method")
     if method in _NOT_HERE:
         return None
@@ -60,17 +64,18 @@ def quantization_scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
 
 
 def _fp8(keys: Keys) -> Scheme:
-    """Weights in e4m3 with a scale for a matrix, an output or a block."""
+    """Weights in e4m3 with a scale for a matrix, an output or a block; experts may be in MXFP4."""
     keys.take("quant_method")
     keys.choice("fmt", of=("e4m3", "float8_e4m3fn"), default="e4m3")
     keys.choice("scale_fmt", of=("float", "ue8m0"), default="float")  # the tensor's dtype says it
     keys.choice("activation_scheme", of=("dynamic", "static"), default="dynamic")
-    keys.choice("expert_dtype", of=("fp8",), default="fp8")
+    experts = keys.choice(_EXPERT_DTYPE, of=("fp8", "fp4"), default="fp8")
     keys.targets("modules_to_not_convert", "ignored_layers")
     outputs, inputs = keys.block("weight_block_size") or (1, None)
     weights = WeightScheme("plain", "fp8", inputs, outputs)
     keys.finish(frozenset({"kv_cache_scheme", "dequantize", "modules_to_convert"}))
-    return Scheme("fp8", (Rule(_EVERY, weights),))
+    of_experts = [Rule(_EXPERTS, WeightScheme("pairs", "fp4", 32))] if experts == "fp4" else []
+    return Scheme("fp8", (*of_experts, Rule(_EVERY, weights)))
 
 
 def _awq(keys: Keys) -> Scheme:

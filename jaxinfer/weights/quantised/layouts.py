@@ -4,8 +4,10 @@
     gptq      qweight int32[K / n, O], scales [G, O], qzeros int32[G, O / n], g_idx int32[K]
     packed    weight_packed int32[O, K / n], weight_scale [O, G], weight_zero_point int32[O / n, G],
               weight_shape int[2], weight_g_idx int32[K]
-    plain     weight [O, K] in int8 or e4m3, weight_scale or weight_scale_inv, weight_zero_point
+    plain     weight [O, K] in int8 or e4m3, weight_scale, weight_scale_inv or scale,
+              weight_zero_point
     mxfp4     blocks uint8[O, K / 32, 16], scales uint8[O, K / 32]; of a stack [E, ...] each
+    pairs     weight int8[O, K / 2], scale [O, K / 32]; values are those of mxfp4 (DeepSeek-V4)
 
 n is 8 for int4 and 4 for int8. References: AutoAWQ 0.2.9 (awq/utils/packing_utils.py), GPTQModel
 7.7 (utils/model.py), compressed-tensors 0.20 (compressors), transformers 5.23
@@ -45,6 +47,7 @@ from jaxinfer.weights.quantised.stored import (
 from pallas_kernels.lib.quantised import Quantised
 
 _FLOATS = ("F16", "BF16", "F32")
+_SCALE_ROLES = (".weight_scale_inv", ".scale")  # besides .weight_scale
 _SCALES = (*_FLOATS, "F8_E8M0")
 _PER_WORD = MappingProxyType({"int4": 8, "int8": 4})
 _PLAIN = MappingProxyType({"int8": "I8", "fp8": "F8_E4M3"})
@@ -160,7 +163,7 @@ def plain(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
     outputs, inputs = parts.matrix(".weight", (_PLAIN[scheme.kind],))
     block_outputs = scheme.block_outputs
     groups = scheme.num_groups(parts.name(".weight"), inputs)
-    role = ".weight_scale_inv" if parts.has(".weight_scale_inv") else ".weight_scale"
+    role = next((one for one in _SCALE_ROLES if parts.has(one)), ".weight_scale")
     scales = _take_scales(parts, role, outputs, groups, scheme)
     zero_role = ".weight_zero_point"
     if not scheme.symmetric or parts.has(zero_role):
@@ -203,6 +206,21 @@ def mxfp4(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
 
     shape = (*stack, inputs, outputs) if stack else (outputs, inputs)
     return parts.stored("_blocks", form, shape, load)
+
+
+def pairs(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
+    """Two e2m1 values a byte, the first in its low bits, with a power of 2 for 32 of them."""
+    outputs, width = parts.matrix(".weight", ("I8",))
+    inputs = 2 * width
+    groups = scheme.num_groups(parts.name(".weight"), inputs)
+    parts.take(".scale", ("U8", "F8_E8M0"), (outputs, groups))
+    form = form_of("fp4", inputs, groups, "bfloat16", zeros=False)
+
+    def load(read: Read) -> Quantised:
+        values = from_pairs(read(parts.name(".weight")).view(np.uint8))
+        return Quantised("fp4", values, powers_of_2(read(parts.name(".scale"))))
+
+    return parts.stored(".weight", form, (outputs, inputs), load)
 
 
 def powers_of_2(exponents: np.ndarray) -> np.ndarray:  # uint8, e8m0 -> bfloat16
@@ -255,5 +273,8 @@ def _transposed(zeros: np.ndarray) -> np.ndarray:  # [G, O] -> [O, G]
 
 
 LAYOUTS: Mapping[str, Callable[[Parts, WeightScheme], StoredMatrix]] = MappingProxyType(
-    {"awq": awq, "gptq": gptq, "packed": packed, "plain": plain, "mxfp4": mxfp4}
+    {
+        **{"awq": awq, "gptq": gptq, "packed": packed, "plain": plain, "mxfp4": mxfp4},
+        "pairs": pairs,
+    }
 )

@@ -32,8 +32,9 @@ class WeightScheme:
         awq     qweight, qzeros, scales; eight outputs in an int32
         gptq    qweight, qzeros, scales, g_idx; 32 / bits inputs in an int32
         packed  weight_packed, weight_scale, ...; 32 / bits inputs in an int32
-        plain   weight in int8 or e4m3, weight_scale or weight_scale_inv
+        plain   weight in int8 or e4m3, weight_scale, weight_scale_inv or scale
         mxfp4   blocks, scales; two values a byte, a power of 2 as scale of 32 inputs
+        pairs   the same as weight and scale
     """
 
     layout: str

@@ -17,6 +17,14 @@
 
 #include <cstdint>
 
+#ifdef NO_UNROLL
+#define UNROLL
+#elif defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace jaxinfer {
 
 constexpr int kLanes = 16;      // outputs of a tile
@@ -90,23 +98,43 @@ using QuantiseFunction = void (*)(const GemmCall&, int64_t first, int64_t count,
                                   uint8_t* records, float* group_sums);
 // Computes a tile of outputs for all tokens.
 using TileFunction = void (*)(const GemmCall&, int64_t tile, float* factors);
-// The hidden values [width] of a row of gates, then ups; the bias, or null, is of both. See
-// experts.stack.Activation.
-using ActivateFunction = void (*)(const float* gate_up, const float* bias, int64_t width,
-                                  float limit, float alpha, float shift, float* hidden);
+// See experts.stack.Activation; a limit may be infinite.
+enum class Gate : int { kSilu = 0, kGeluTanh = 1, kRelu2 = 2 };
+struct Activation {
+  Gate gate;
+  float gate_limit, limit, alpha, shift;
+  // Outputs of the first product for each hidden value: a gate and an up, or one.
+  int64_t halves() const { return gate == Gate::kRelu2 ? 1 : 2; }
+};
+// The hidden values [width] of a row of gates, then ups (or of one half); the bias, or null, is of all.
+using ActivateFunction = void (*)(const Activation&, const float* row, const float* bias,
+                                  int64_t width, float* hidden);
 
-// The paged keys and values of a layer: [pages, page_size, heads, head_dim].
+// The paged keys and values of a layer: [pages, page_size, heads, head_dim]. Of values the first
+// value_dim components count.
 struct Pages {
   const float *keys, *values;
-  int64_t page_size, heads, head_dim;
+  int64_t page_size, heads, head_dim, value_dim;
 };
 
-// Attention of one query and the queries that share its kv head: q and out [queries, head_dim].
-// The context is positions oldest to length - 1; position p is in page table[p / page_size]. Sinks are
-// the queries' scores of a key without a value, or null.
-using AttendFunction = void (*)(const Pages&, int64_t head, const int32_t* table, int64_t oldest,
-                                int64_t length, const float* q, int64_t queries, const float* sinks,
-                                float scale, float* out);
+// Attention of consecutive tokens of a row, each with the queries that share a kv head. Position p is
+// in page table[p / page_size].
+struct AttendCall {
+  const Pages* pages;
+  const int32_t* table;
+  int64_t head;            // of keys and values
+  int64_t tokens, length;  // the context of the first token, with itself; 0: it yields zeros
+  int64_t window;          // the last positions that a token sees; 0: all
+  int64_t group;           // queries of a token
+  int64_t stride, out_stride;  // floats from one token to the next
+  const float *q, *sinks;  // the sinks [group] are scores of a key without a value, or null
+  const float* slopes;     // [group], or null: a score loses so much for each position of distance
+  float* out;
+  float scale, cap;  // 0: without a cap, else a score x becomes cap * tanh(x / cap)
+};
+constexpr int64_t kMostQueries = 32;  // of a call
+constexpr int64_t kMostAttending = 16;  // tokens of a call; each sees some blocks that others do not
+using AttendFunction = void (*)(const AttendCall&);
 
 // One draw: see sample.api.
 struct DrawCall {
@@ -136,6 +164,23 @@ inline int64_t DeltaFloats(const DeltaCall& call) {
 }
 // Computes one head of one row, head + V * row, and makes the state of the next one ready.
 using DeltaFunction = void (*)(const DeltaCall&, int64_t unit, int64_t next, float* scratch);
+
+// The convolution of a token in each row, with SiLU, and a token of Mamba-2's state space: see
+// ssd_decode.ref. Widths are multiples of 16.
+struct SsdCall {
+  int64_t heads, groups, width, state_dim, channels, taps;  // H, G, P, N, C, W; no taps: no convolution
+  const float *mixed;           // [B, C], of the state space after the convolution
+  const float *steps, *decay;   // steps or null
+  const float *conv, *bias;     // the bias or null
+  const int32_t *positions, *rows, *keeps;
+  float *convolved;             // [B, C]
+  float *out, *states, *convs;
+  float lowest, highest;
+};
+using ConvolveFunction = void (*)(const SsdCall&, int64_t row, int64_t first, int64_t end);
+// Computes one head of one row, head + H * row.
+using SsdFunction = void (*)(const SsdCall&, int64_t unit);
+constexpr int64_t kMostTaps = 8;
 
 // A GEMM of floats: out[t, o] = sum over k of x[t, k] * w[k, o], in one order of k for any tokens.
 struct FloatGemm {
@@ -168,6 +213,8 @@ struct Variant {
   ActivateFunction activate;
   DrawFunction draw;
   DeltaFunction delta;
+  ConvolveFunction convolve;
+  SsdFunction ssd;
   FloatGemmFunction float_gemm;
 };
 

@@ -168,6 +168,12 @@ inline float SumLanes(Floats x) {
   four = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
+inline float MaxLanes(Floats x) {
+  __m256 both = _mm256_max_ps(x.a, x.b);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
 constexpr int kDots = 4;  // products of a query with keys at a time
 inline Floats SumEach(const Floats* x) {
   float sums[16];

@@ -99,6 +99,7 @@ inline Floats LoadInt8(const int8_t* p) {
 }
 inline void Store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
 inline float SumLanes(Floats a) { return _mm512_reduce_add_ps(a.v); }
+inline float MaxLanes(Floats a) { return _mm512_reduce_max_ps(a.v); }
 constexpr int kDots = 16;  // products of a query with keys at a time
 // The sums of the lanes of 16 vectors: halves of four lanes, then four vectors together.
 inline Floats SumEach(const Floats* x) {

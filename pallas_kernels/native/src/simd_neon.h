@@ -140,6 +140,10 @@ inline float SumLanes(Floats a) {
   const float32x4_t low = vaddq_f32(a.v[0], a.v[1]), high = vaddq_f32(a.v[2], a.v[3]);
   return vaddvq_f32(vaddq_f32(low, high));
 }
+inline float MaxLanes(Floats a) {
+  const float32x4_t low = vmaxq_f32(a.v[0], a.v[1]), high = vmaxq_f32(a.v[2], a.v[3]);
+  return vmaxvq_f32(vmaxq_f32(low, high));
+}
 constexpr int kDots = 4;  // products of a query with keys at a time
 inline Floats SumEach(const Floats* x) {
   float sums[16];

@@ -145,6 +145,11 @@ inline float SumLanes(Floats a) {
   for (float each : a.v) sum += each;
   return sum;
 }
+inline float MaxLanes(Floats a) {
+  float largest = a.v[0];
+  for (float each : a.v) largest = each > largest ? each : largest;
+  return largest;
+}
 constexpr int kDots = 4;  // products of a query with keys at a time
 inline Floats SumEach(const Floats* x) {
   float sums[16];

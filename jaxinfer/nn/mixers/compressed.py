@@ -1,0 +1,370 @@
+"""Attention to the last tokens and to compressed ones; its parameters are in ``compressed_spec``.
+
+Each token reads entries of its own, so decode rows and prompts differ only in the windows that they
+compress (``nn.mixers.windows``). In the dense form each pool is one page with the entries of the
+sequence.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import gcd
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.nn.context import Angles, Pages, PlainOutput, Rows, StepContext
+from jaxinfer.nn.linear import Norm, Stream, block_output, linear
+from jaxinfer.nn.mixers.compressed_spec import (
+    BLOCK,
+    FAR,
+    KEY,
+    NEAR,
+    OPEN,
+    OPEN_KEY,
+    TILE_BYTES,
+    CompressedAttentionConfig,
+    CompressorConfig,
+)
+from jaxinfer.nn.mixers.recurrent import empty_state, whole_sequence
+from jaxinfer.nn.mixers.windows import Windows, compressed, windows_of
+from jaxinfer.nn.rope import rope_tables
+from jaxinfer.nn.state import LayerArrays
+from jaxinfer.nn.weight import Matmul, param, take_rows, weight
+from pallas_kernels.index_topk.api import IndexTopkArgs, index_topk
+from pallas_kernels.kv_append.xla import written
+from pallas_kernels.lib.context_scores import padded_table
+from pallas_kernels.lib.numerics import mean_last, rms_norm, rotate
+from pallas_kernels.lib.token_tiles import by_tiles, wide_einsum
+
+
+class _Tokens(NamedTuple):
+    """The projections of a step's tokens; queries are those of the tokens that attend."""
+
+    h: Any  # [T, D]: normalised, in a layer that compresses
+    kv: jax.Array  # [T, H]: rotated
+    latent: jax.Array  # [Tq, Q]: of queries, after its norm
+    q: jax.Array  # [Tq, N, H]: rotated
+
+
+class _Place(NamedTuple):
+    """Where the entries of a step's rows are: those of its context, or those of the dense form."""
+
+    rows: Rows
+    pages: tuple[Pages, ...]  # of tokens, and of windows if there can be whole ones
+    is_dense: bool
+
+    @classmethod
+    def of(cls, ctx: StepContext, c: CompressedAttentionConfig) -> _Place:
+        """The place of the entries of a step."""
+        if ctx.rows is not None:
+            return cls(ctx.rows, ctx.pages, is_dense=False)
+        positions, table = ctx.positions, jnp.zeros((1, 1), jnp.int32)
+        count, sizes = len(positions), [1]
+        if c.compressor is not None and count >= c.compressor.ratio:
+            sizes.append(c.compressor.ratio)
+        pages = tuple([Pages(positions, table, jnp.full(1, count // n)) for n in sizes])
+        return cls(whole_sequence(count), pages, is_dense=True)
+
+
+class Pool(NamedTuple):
+    """Entries of one kind, or pieces of them in order, and the pages of each row."""
+
+    entries: jax.Array  # [P, S, H], or [P, S, H / pieces]
+    page_table: jax.Array  # int32[B, M]
+
+    @property
+    def length(self) -> int:
+        """The entries that a row can have."""
+        return self.page_table.shape[1] * self.entries.shape[1]
+
+
+class CompressedAttention(nn.Module):
+    """The attention block of a layer, with the norm before it."""
+
+    config: CompressedAttentionConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        stream: Stream,
+        norm: Norm,
+        state: LayerArrays | None,
+        ctx: StepContext,
+        only: jax.Array | None = None,  # int32[B]
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
+        """See ``mixers.attention.Attention``."""
+        c, place = self.config, _Place.of(ctx, self.config)
+        stream, tokens = self._projected(stream, norm, ctx, only)
+        arrays = dict(state or {})
+        slots = place.pages[0].slot_mapping
+        arrays[NEAR] = (
+            tokens.kv[None] if place.is_dense else _written(arrays[NEAR], tokens.kv, slots)
+        )
+        near, far, reads = Pool(arrays[NEAR], place.pages[0].page_table), None, None
+        if c.compressor is not None and len(place.pages) > 1:
+            arrays |= self._compressed(c.compressor, tokens.h, arrays, place, ctx)
+            far = Pool(arrays[FAR], place.pages[1].page_table)
+            reads = self._reads(c.compressor, tokens, arrays, place, ctx, only)
+        of_rows, at = (x if only is None else x[only] for x in _own_entries(place, ctx.positions))
+        static = {"window": c.window, "at_once": c.entries_at_once, "scale": c.scale}
+        out = attended(tokens.q, near, far, reads, param(self, "sinks"), of_rows, at, **static)
+        x = stream.x if only is None else stream.take(only)
+        return x, self._output(out, ctx, only), None if place.is_dense else arrays
+
+    def _projected(
+        self, stream: Stream, norm: Norm, ctx: StepContext, only: jax.Array | None
+    ) -> tuple[Stream, _Tokens]:
+        """The stream with its delta added, and the projections of its tokens."""
+        c, keep, fixed = self.config, self.config.compressor is not None, ctx.pins.invariant
+        both, stream, h = linear(stream, weight(self, "q_kv_a"), ctx, norm=norm, keep=keep)
+        latent, kv = both[:, : c.query_rank], both[:, c.query_rank :]
+        kv = rms_norm(kv, param(self, "kv_norm"), c.norm_eps, fixed=fixed)
+        latent = rms_norm(latent, param(self, "q_norm"), c.norm_eps, fixed=fixed)
+        latent = latent if only is None else take_rows(latent, only)
+        q = linear(latent, weight(self, "q_b"), ctx).y.reshape(len(latent), c.num_heads, c.head_dim)
+        q32 = q.astype(jnp.float32)
+        square = mean_last(jnp.square(q32), fixed=fixed)
+        q = (q32 * jax.lax.rsqrt(square + c.norm_eps)).astype(q.dtype)
+        angles = ctx.angles[0]
+        kv = turned(kv[:, None], angles)[:, 0]
+        return stream, _Tokens(h, kv, latent, turned(q, _taken(angles, only)))
+
+    def _compressed(
+        self,
+        c: CompressorConfig,
+        h: jax.Array,  # [T, D]
+        arrays: LayerArrays,
+        place: _Place,
+        ctx: StepContext,
+    ) -> LayerArrays:
+        """The pools with the entries of the windows that the step completes, and with their keys,
+        and the states of unfinished windows.
+        """
+        windows = windows_of(place.rows, ctx.positions, ctx.num_decodes, c.ratio)
+        angles = Angles(*rope_tables(self.config.rope, windows.number * c.ratio))
+        kinds = [(FAR, OPEN, "compress")]
+        kinds += [] if c.indexer is None else [(KEY, OPEN_KEY, "index_compress")]
+        empty = empty_state(self.config.state(h.dtype)) if place.is_dense else arrays
+        found: LayerArrays = {}
+        for name, unfinished, prefix in kinds:
+            values, gates = jnp.split(linear(h, weight(self, prefix), ctx).y, 2, axis=1)
+            entries, found[unfinished] = compressed(
+                values,
+                gates,
+                param(self, f"{prefix}_bias"),
+                empty[unfinished],
+                windows,
+                place.rows,
+                ctx.positions,
+            )
+            norm = param(self, f"{prefix}_norm")
+            entries = rms_norm(entries, norm, self.config.norm_eps, fixed=ctx.pins.invariant)
+            entries = turned(entries[:, None], angles)[:, 0].astype(h.dtype)
+            if place.is_dense:
+                found[name] = entries[None, : len(h) // c.ratio]
+            else:
+                found[name] = _with_windows(arrays[name], entries, windows, place, c.num_pieces)
+        return found
+
+    def _reads(
+        self,
+        c: CompressorConfig,
+        tokens: _Tokens,
+        arrays: LayerArrays,
+        place: _Place,
+        ctx: StepContext,
+        only: jax.Array | None,  # int32[B]
+    ) -> jax.Array:  # int32[Tq], or of chosen ones int32[Tq, K]
+        """The number of whole windows up to each token, or those that the indexer chooses of them;
+        -1 for none.
+        """
+        rows, of = place.rows, slice(None) if only is None else only
+        whole = jnp.where(rows.is_token, (ctx.positions + 1) // c.ratio, 0)[of]
+        if (index := c.indexer) is None:
+            return whole
+        q = linear(tokens.latent, weight(self, "index_q"), ctx).y
+        q = turned(q.reshape(len(q), index.num_heads, -1), _taken(ctx.angles[0], only))
+        how = Matmul(ctx.pins, wide=True)
+        weights = weight(self, "index_weights", by_output=True).matmul(tokens.h[of], how)
+        among = IndexTopkArgs(
+            q=q,
+            weights=weights * (index.num_heads * index.head_dim) ** -0.5,
+            pages=arrays[KEY],
+            page_table=place.pages[1].page_table,
+            rows=rows.of_token[of],
+            lens=whole,
+            top_k=index.top_k,
+        )
+        # a choice has no gradient
+        return index_topk(jax.lax.stop_gradient(among), ctx.pinned("index_topk"))
+
+    def _output(
+        self,
+        out: jax.Array,  # [Tq, N, H]: of attention, as values are rotated
+        ctx: StepContext,
+        only: jax.Array | None,  # int32[B]
+    ) -> PlainOutput:
+        """The block's output of what the heads have attended to."""
+        c, angles = self.config, _taken(ctx.angles[0], only)
+        out = ctx.at("z", turned(out, Angles(angles.cos, -angles.sin)))
+        out = out.reshape(len(out), c.num_groups, -1)
+        groups = weight(self, "o_a").dense(out.dtype)  # [G, R, N * H / G]
+        out = jnp.einsum("TGI,GRI->TGR", out, groups)
+        return block_output(out.reshape(len(out), -1), weight(self, "o_b"), ctx)
+
+
+@partial(jax.jit, static_argnames=("window", "at_once", "scale"))  # one trace serves every layer
+def attended(
+    q: jax.Array,  # [T, N, H]
+    near: Pool,
+    far: Pool | None,
+    reads: jax.Array | None,  # int32[T]: the first entries of ``far``, or int32[T, K]; -1 for none
+    sinks: jax.Array,  # float32[N]
+    rows: jax.Array,  # int32[T]
+    at: jax.Array,  # int32[T]: each token's own entry among those of its row in ``near``; -1: none
+    *,
+    window: int,
+    at_once: int,  # entries that a token reads at a time
+    scale: float,
+) -> jax.Array:  # [T, N, H]
+    """Attention of each token to its last ``window`` entries of ``near`` and to those of ``far``
+    that it reads, whose keys are the values, in one softmax with the sinks.
+    """
+    window = min(window, near.length)
+
+    def of_tile(
+        q: jax.Array,  # [W, N, H]
+        rows: jax.Array,  # int32[W]
+        at: jax.Array,  # int32[W]
+        *reads: jax.Array,
+    ) -> jax.Array:  # [W, N, H]
+        found = [_read(near, rows, at[:, None] - jnp.arange(window))]
+        if far is not None and reads[0].ndim == 2:
+            found.append(_read(far, rows, reads[0]))
+        entries, seen = (jnp.concatenate(both, axis=1) for both in zip(*found, strict=True))
+        own = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (*q.shape[:2], 1))
+        softmax = _Softmax(own, jnp.ones_like(own), jnp.zeros(q.shape, jnp.float32))
+        softmax = softmax.after(q, entries, seen, scale)
+        if far is not None and reads[0].ndim == 1:
+            softmax = _after_all(softmax, q, far, rows, reads[0], scale)
+        return (softmax.mixed / softmax.sums).astype(q.dtype)
+
+    given = (q, rows, at) if reads is None else (q, rows, at, reads)
+    return by_tiles(of_tile, given, TILE_BYTES // (4 * q.shape[2] * at_once))
+
+
+class _Softmax(NamedTuple):
+    """A running softmax of some tokens' scores, and the sum of entries with its weights."""
+
+    most: jax.Array  # float32[W, N, 1]
+    sums: jax.Array  # float32[W, N, 1]
+    mixed: jax.Array  # float32[W, N, H]
+
+    def after(
+        self,
+        q: jax.Array,  # [W, N, H]
+        entries: jax.Array,  # [W, K, H]
+        seen: jax.Array,  # bool[W, K]
+        scale: float,
+    ) -> _Softmax:
+        """The softmax after further entries, as far as they are seen."""
+        entries = jnp.where(seen[..., None], entries, 0).astype(q.dtype)  # unwritten may be NaN
+        scores = wide_einsum("WNH,WKH->WNK", q, entries) * scale
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        most = jnp.maximum(self.most, jnp.max(scores, axis=2, keepdims=True))
+        p, old = jnp.exp(scores - most), jnp.exp(self.most - most)
+        sums = old * self.sums + jnp.sum(p, axis=2, keepdims=True)
+        mixed = wide_einsum("WNK,WKH->WNH", p.astype(q.dtype), entries)
+        return _Softmax(most, sums, old * self.mixed + mixed)
+
+
+def _after_all(
+    softmax: _Softmax,
+    q: jax.Array,  # [W, N, H]
+    far: Pool,
+    rows: jax.Array,  # int32[W]
+    lens: jax.Array,  # int32[W]
+    scale: float,
+) -> _Softmax:
+    """The softmax after the first entries of each token's row, some pages at a time."""
+    pieces, size = q.shape[2] // far.entries.shape[2], far.entries.shape[1]
+    unit = pieces // gcd(pieces, size)  # the fewest pages with whole entries
+    table = padded_table(far.page_table, unit)
+    block = min(unit * max(1, BLOCK // (unit * size // pieces)), table.shape[1])
+    length = block * size // pieces  # entries
+    ids = jnp.take(padded_table(table, block), rows, axis=0, mode="clip")
+    ids = ids.reshape(len(ids), -1, block).swapaxes(0, 1)  # [blocks, W, pages]
+    starts = jnp.arange(len(ids), dtype=jnp.int32) * length
+
+    def read(softmax: _Softmax, one: tuple[jax.Array, jax.Array]) -> _Softmax:
+        start, pages = one
+        entries = far.entries.at[pages].get(mode="clip").reshape(len(q), length, -1)
+        seen = start + jnp.arange(length) < lens[:, None]
+        return softmax.after(q, entries, seen, scale)
+
+    def step(softmax: _Softmax, one: tuple[jax.Array, jax.Array]) -> tuple[_Softmax, None]:
+        is_read = one[0] < jnp.max(lens)
+        return jax.lax.cond(is_read, read, lambda softmax, _: softmax, softmax, one), None
+
+    # a scan, since a loop whose number of blocks is not known has no gradient
+    return jax.lax.scan(step, softmax, (starts, ids))[0]
+
+
+def _read(
+    pool: Pool,
+    rows: jax.Array,  # int32[W]
+    positions: jax.Array,  # int32[W, K]
+) -> tuple[jax.Array, jax.Array]:  # [W, K, H], bool[W, K]
+    """The entries of these rows at these positions, and which positions are not negative."""
+    at, size = jnp.maximum(positions, 0), jnp.int32(pool.entries.shape[1])
+    ids = pool.page_table.at[rows[:, None], jax.lax.div(at, size)].get(mode="clip")
+    return pool.entries.at[ids, jax.lax.rem(at, size)].get(mode="clip"), positions >= 0
+
+
+def _written(pool: jax.Array, entries: jax.Array, slots: jax.Array) -> jax.Array:  # [P, S, H]
+    """The pool with entries [X, H] in these slots; the barrier keeps XLA from copying it."""
+    return jax.lax.optimization_barrier(written(pool, entries, slots))
+
+
+def _with_windows(
+    pool: jax.Array,  # [P, S, H / pieces]
+    entries: jax.Array,  # [X, H]
+    windows: Windows,
+    place: _Place,
+    pieces: int,
+) -> jax.Array:  # [P, S, H / pieces]
+    """The pool with the entries of the windows that the step completes."""
+    size, decodes = pool.shape[1], jnp.arange(windows.num_decodes, dtype=jnp.int32)
+    rows = jnp.concatenate((decodes, len(decodes) + windows.row))
+    at = windows.number[:, None] * pieces + jnp.arange(pieces, dtype=jnp.int32)  # [X, pieces]
+    slots = place.pages[1].page_table[rows[:, None], at // size] * size + at % size
+    is_whole = windows.last[:, None] < len(place.rows.of_token)
+    slots = jnp.where(is_whole, slots, 0).reshape(-1)
+    return _written(pool, entries.reshape(len(slots), -1), slots)
+
+
+def _own_entries(
+    place: _Place, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:  # int32[T] each
+    """The row of each token, and its place among the entries that the row has; -1 for padding."""
+    rows = place.rows
+    of = jnp.minimum(rows.of_token, len(rows.slots) - 1)
+    passed = positions[rows.last_tokens] + 1 - place.pages[0].seq_lens
+    return of, jnp.where(rows.is_token, positions - passed[of], -1)
+
+
+def turned(x: jax.Array, angles: Angles) -> jax.Array:  # [T, heads, H]
+    """Heads whose last components rotate, each even one with the one after it."""
+    first = x.shape[-1] - 2 * angles.cos.shape[-1]
+    own = x[..., first:]
+    own = rotate(jnp.concatenate((own[..., ::2], own[..., 1::2]), axis=-1), *angles)
+    pairs = jnp.stack(jnp.split(own, 2, axis=-1), axis=-1)
+    return jnp.concatenate((x[..., :first], pairs.reshape(*own.shape)), axis=-1)
+
+
+def _taken(angles: Angles, only: jax.Array | None) -> Angles:
+    """The rotation tables of these tokens, or of all."""
+    return angles if only is None else angles.take(only)

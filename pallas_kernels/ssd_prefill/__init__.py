@@ -1,0 +1,1 @@
+"""The state space of Mamba-2 over prompts."""
