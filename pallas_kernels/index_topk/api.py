@@ -6,14 +6,23 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.harness.registry import Impl, KernelOp, dispatch
-from pallas_kernels.index_topk import cases, ref, xla
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.index_topk import cases, launch, ref, xla
 from pallas_kernels.index_topk.ref import IndexTopkArgs
+
+_triton = imported_when_called("pallas_kernels.index_topk.triton", "index_topk")
 
 OP = KernelOp(
     name="index_topk",
     ref=ref.index_topk,
     impls=(
+        Impl(
+            "triton",
+            _triton,
+            platforms=("gpu",),
+            supports=launch.supports,
+            workspace=launch.workspace,
+        ),
         Impl("xla", xla.index_topk, workspace=xla.workspace),
         Impl("xla_fixed", partial(xla.index_topk, fixed=True), workspace=xla.workspace),
     ),
@@ -30,8 +39,9 @@ def index_topk(args: IndexTopkArgs, impl: str | None = None) -> jax.Array:  # in
 
     DeepSeek's lightning indexer (DeepSeek-V3.2, 2025, arXiv:2512.02556): the score of a position is
     the sum over heads of ``weights[t, h] * relu(q[t, h] . key)``, in float32. K is ``top_k``, or
-    less if a row of the page table has fewer positions. A token that sees fewer than K has -1
-    behind its positions, whose order is that of their scores. Pages and NaN are as in
+    less if a row of the page table has fewer positions. Of equal scores the first positions are
+    chosen. A token that sees fewer than K has -1 behind its positions. Their order is that of
+    scores or of positions, as is quicker. Pages and NaN are as in
     ``append_decode``; the tokens' own keys are in the pages. ``impl`` pins an implementation.
     Raises ValueError on arguments that do not fit together.
     """

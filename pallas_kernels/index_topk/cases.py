@@ -19,6 +19,7 @@ class IndexCase(PagedCase):
 
     heads: Heads = Heads(3, 1, 16)  # of queries; a position has one key
     top_k: int = 8
+    whole: bool = False  # all values are -1 or 1, so that many scores are equal
 
     @property
     def lens(self) -> np.ndarray:  # int32[T]
@@ -61,6 +62,14 @@ CASES = (
         padding=2,
         max_pages=40,
     ),
+    IndexCase(  # a long context, from whose parts the Triton kernel chooses first
+        name="tiny_equal_scores",
+        seq_lens=(33000, 9000, 129),
+        query_lens=(1, 1, 1),
+        top_k=2048,
+        max_pages=2100,
+        whole=True,
+    ),
     IndexCase(
         name="tiny_fewer_than_chosen", seq_lens=(5, 3), query_lens=(5, 1), top_k=40, max_pages=2
     ),
@@ -88,11 +97,14 @@ def build(case: IndexCase, seed: int) -> Inputs:
     arrays = paged_arrays(case, len(case.seq_lens) + bool(case.padding), rng)
     q = rng.standard_normal((len(lens), case.heads.num_heads, case.heads.head_dim), np.float32)
     weights = rng.standard_normal(q.shape[:2], np.float32)
+    keys = arrays.k_pages[:, :, 0]
+    if case.whole:
+        q, weights, keys = np.sign(q), np.sign(weights), np.sign(keys)
     q[lens == 0] = weights[lens == 0] = np.nan
     args: dict[str, Any] = {
         "q": q.astype(dtype),
         "weights": weights,
-        "pages": arrays.k_pages[:, :, 0],
+        "pages": keys,
         "page_table": arrays.page_table,
         "rows": case.rows,
         "lens": lens,
@@ -101,7 +113,7 @@ def build(case: IndexCase, seed: int) -> Inputs:
 
 
 def observable(outputs: Any) -> Any:
-    """The positions in order, since scores that are nearly equal may change places."""
+    """The positions in order, since implementations list them in different orders."""
     return jnp.sort(outputs, axis=1)
 
 

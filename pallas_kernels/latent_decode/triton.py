@@ -30,12 +30,12 @@ def _split_size(last, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _attend_block(
+def attend_block(
     q_latent,  # [HEADS, C]
     q_rope,  # [HEADS, R]
     latents,  # [BLOCK, C]
     k_rope,  # [BLOCK, R]
-    visible,  # bool[BLOCK]: at least one
+    visible,  # bool[BLOCK]: at least one, unless m_i is finite
     m_i,  # float32[HEADS]: largest score so far
     l_i,  # float32[HEADS]: sum of exp2(score - m_i)
     acc,  # float32[HEADS, C]: sum of exp2(score - m_i) * latent
@@ -172,7 +172,7 @@ def _append_and_attend(
         k_rope = load_keys(
             pages, rope_pages, slot, rope_components, seen, query.dtype, RANK, ROPE, SCALED
         )
-        m_i, l_i, acc = _attend_block(
+        m_i, l_i, acc = attend_block(
             query, query_rope, latents, k_rope, visible, m_i, l_i, acc, SCALE
         )
     if end == last:  # the new token, as a block of one
@@ -207,7 +207,7 @@ def _append_and_attend(
         if not SCALED:  # as the pages will have it
             latents = latents.to(pages.dtype.element_ty).to(query.dtype)
             k_rope = k_rope.to(pages.dtype.element_ty).to(query.dtype)
-        m_i, l_i, acc = _attend_block(
+        m_i, l_i, acc = attend_block(
             query, query_rope, latents, k_rope, visible, m_i, l_i, acc, SCALE
         )
 

@@ -12,22 +12,28 @@ from pallas_kernels.lib.device import current_device
 MOST_TOKENS = 64
 
 
-def tile_width(tokens: int, most: int) -> int:
-    """The tokens of a tile, if ``most`` of them fit in memory."""
-    return max(1, min(tokens, most, MOST_TOKENS))
+def tile_width(tokens: int, most: int, *, cap: int = MOST_TOKENS) -> int:
+    """The tokens of a tile, if ``most`` of them fit in memory, and at most ``cap``.
+
+    Tiles are as few as they can be, and then as narrow, so that the last one is nearly full.
+    """
+    tiles = -(-tokens // max(1, min(most, cap)))
+    return -(-tokens // tiles) if tiles else 1
 
 
 def by_tiles(
     function: Callable[..., jax.Array],  # of [W, ...] each -> [W, ...]
     arrays: tuple[jax.Array, ...],  # [T, ...] each
     most: int,
+    *,
+    cap: int = MOST_TOKENS,
 ) -> jax.Array:  # [T, ...]
     """The results of a function of tiles, which is called with as many tokens each time.
 
     Tokens that fill the last tile are zeros.
     """
     tokens = len(arrays[0])
-    width = tile_width(tokens, most)
+    width = tile_width(tokens, most, cap=cap)
     rest = -tokens % width
 
     def tiled(x: jax.Array) -> jax.Array:

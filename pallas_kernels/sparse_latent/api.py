@@ -6,15 +6,24 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.harness.registry import Impl, KernelOp, dispatch
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.lib.latent_pages import pools_of
-from pallas_kernels.sparse_latent import cases, ref, xla
+from pallas_kernels.sparse_latent import cases, launch, ref, xla
 from pallas_kernels.sparse_latent.ref import SparseLatentArgs
+
+_triton = imported_when_called("pallas_kernels.sparse_latent.triton", "sparse_latent")
 
 OP = KernelOp(
     name="sparse_latent",
     ref=ref.sparse_latent,
     impls=(
+        Impl(
+            "triton",
+            _triton,
+            platforms=("gpu",),
+            supports=launch.supports,
+            workspace=launch.workspace,
+        ),
         Impl("xla", xla.sparse_latent, workspace=xla.workspace),
         Impl("xla_fixed", partial(xla.sparse_latent, fixed=True), workspace=xla.workspace),
     ),

@@ -17,6 +17,7 @@ from pallas_kernels.lib.shapes import Heads, LatentHeads, latent_pools, paged_ar
 from pallas_kernels.sparse_latent.ref import SparseLatentArgs
 
 GLM_5 = LatentHeads(64, 192, 64, 256, 512)
+DEEPSEEK_V3_TP8 = LatentHeads(16, 128, 64, 128, 512)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,15 @@ CASES = (
     SparseCase(
         name="tiny_sinks", seq_lens=(15, 33, 0), query_lens=(3, 7, 0), padding=2, sinks=True
     ),
+    SparseCase(
+        name="tiny_splits",
+        seq_lens=(400, 40, 150, 0),
+        query_lens=(1, 1, 1, 0),
+        padding=1,
+        top_k=288,
+        sinks=True,
+        max_pages=40,
+    ),
     SparseCase(name="tiny_fp8", seq_lens=(15, 33), query_lens=(3, 7), kv_dtype=str(BITS)),
     SparseCase(
         name="tiny_bf16", seq_lens=(40, 129), query_lens=(9, 1), page_size=64, dtype="bfloat16"
@@ -57,6 +67,7 @@ CASES = (
         tags=("full",),
     ),
     *(SparseCase(**step) for step in steps("v3_2", sizes=shapes.DEEPSEEK_V3, top_k=2048)),
+    *(SparseCase(**step) for step in steps("v3_2_tp8", sizes=DEEPSEEK_V3_TP8, top_k=2048)),
     *(SparseCase(**step) for step in steps("glm_5", sizes=GLM_5, top_k=2048)),
 )
 
