@@ -62,6 +62,7 @@ LENGTHS = {
     **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text"), 40),
     "deepseek_v4": 40,
+    **{"qwen4_exp": 70, "qwen4_exp_plain": 30},
     **dict.fromkeys(("mistral_large4", "hy_v4", "hy_v4_groups", "hy_v4_multimodal"), 40),
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
@@ -70,6 +71,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "qwen3_5_multimodal": 3,
     "qwen3_5_moe": 4,
     "qwen3_5_moe_multimodal": 5,
+    "qwen4_exp_multimodal": 1,  # of 0 two blocks have the score 0, of which torch takes the last
     "qwen3_next": 8,
     "qwen3_next_sparse_step": 8,
     "kimi_linear": 5,
@@ -96,7 +98,7 @@ RECURRENT |= {"compressed_sparse_attention", "heavily_compressed_attention"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (
-    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "qwen3_next", "nemotron", "gemma", "gemma2"),
     *("vaultgemma", "recurrent_gemma", "step3p5", "minimax_m3_vl_text"),
 )
 # published files have other names
