@@ -121,7 +121,7 @@ def _indexer(config: Mapping[str, Any], mixer: AttentionConfig) -> PooledIndexer
     count, rest = divmod(hf.positive_int(config, "indexer_budget"), block)
     if rest:
         raise ConfigError(
-            f"config key 'indexer_budget' is {config['indexer_budget']}, which is not a multiple of "
+            f"config key 'indexer_budget' is {config['indexer_budget']}, not a multiple of "
             f"'indexer_compress_ratio' {block}; correct it"
         )
     assert mixer.rope is not None

@@ -260,11 +260,11 @@ class LayerSpec:
     before both and after the network ("ffn_both"), or before the network alone ("ffn").
 
     A norm after a block is of its output, before that is added to the residual stream. A layer may
-    lack a block (``nn.absent``); it has one norm then, which is "shared". ``start`` changes the
-    residual stream before the mixer reads it, and ``end`` follows the network. The blocks of a ``parallel`` layer read the same stream, and their outputs are added to
-    it together; they may share the norm before them. With ``on_norms``, of the mixer and of the
-    network, the norm before a block replaces the stream: the block's output is added to its own
-    input (MiniMax-01).
+    lack a block (``nn.absent``); it has one norm then, which is "shared". ``start`` adds to the
+    stream before the mixer reads it, and ``end`` follows the network. The blocks of a ``parallel``
+    layer read the same stream, and their outputs are added to it together; they may share the norm
+    before them. With ``on_norms``, of the mixer and of the network, the norm before a block
+    replaces the stream: the block's output is added to its own input (MiniMax-01).
     """
 
     mixer: MixerSpec

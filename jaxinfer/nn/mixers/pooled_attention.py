@@ -156,12 +156,13 @@ class PooledAttention(nn.Module):
         keys, size = index.keys, self.config.indexer.block
         windows = windows_of(rows, ctx.positions, ctx.num_decodes, size)
         equal = jnp.zeros_like(keys), jnp.zeros((size, keys.shape[1]), jnp.float32)
-        means, unfinished = compressed(
-            keys, *equal, state[OPEN_KEY], windows, rows, ctx.positions
-        )
+        means, unfinished = compressed(keys, *equal, state[OPEN_KEY], windows, rows, ctx.positions)
         made = self._keys(means, windows.number, index, ctx)
         table = ctx.pages[1].page_table
-        return {OPEN_KEY: unfinished, KEY: with_windows(state[KEY], made, windows, table, len(keys))}
+        return {
+            OPEN_KEY: unfinished,
+            KEY: with_windows(state[KEY], made, windows, table, len(keys)),
+        }
 
     def _chosen_densely(self, index: _Index, ctx: StepContext) -> jax.Array:  # bool[1, T, T]
         """The keys that each query of one whole sequence attends to."""

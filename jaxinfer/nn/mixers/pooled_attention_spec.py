@@ -77,9 +77,7 @@ class PooledAttentionConfig(AttentionConfig):
         own, c = super().state(dtype), self.indexer
         if not self.selects:
             return own
-        keys = replace(
-            index_keys(c.head_dim, self.page_dtype or dtype), tokens_per_entry=c.block
-        )
+        keys = replace(index_keys(c.head_dim, self.page_dtype or dtype), tokens_per_entry=c.block)
         mean = CompressorConfig(ratio=c.block).open_windows(OPEN_KEY, c.head_dim)
         return replace(own, paged=(*own.paged, keys), per_slot=(mean,), align=c.block)
 
