@@ -62,8 +62,10 @@ class NGrams(nn.Module):
         c = self.config
         both = linear(embeddings, weight(self, "key_value"), ctx).y
         keys, value = both[:, : c.channels], both[:, c.channels :]
-        pairs = self._normed(keys, 0).astype(jnp.float32) * self._normed(total, 1)
-        gate = jnp.sum(pairs, axis=2) * c.width**-0.5  # float32[T, n]
+        keys, queries = (
+            self._normed(x, row).astype(jnp.float32) for row, x in enumerate((keys, total))
+        )
+        gate = jnp.sum(keys * queries, axis=2) * c.width**-0.5  # float32[T, n]
         gate = jnp.sign(gate) * jnp.sqrt(jnp.maximum(jnp.abs(gate), _SMALLEST))
         return jax.nn.sigmoid(gate).astype(value.dtype)[..., None] * value[:, None]
 

@@ -745,7 +745,7 @@ CONFIGS = MappingProxyType(
             "indexer_n_heads": 4,
             "indexer_kv_heads": 1,
             "indexer_head_dim": 12,
-            "indexer_budget": 16,
+            "indexer_budget": 8,
             "indexer_compress_ratio": 4,
             "output_gate_type": "sigmoid",
             "ple_layer_ids": [1],
