@@ -33,6 +33,7 @@ from jaxinfer.models.hybrid import (
 from jaxinfer.models.linears import Linear, linear_specs
 from jaxinfer.models.params import ParamSpec, conv_taps, join, plus_one, stack_plus_one, transposed
 from jaxinfer.models.sources import ArraySpec, Source
+from jaxinfer.models.wrappers import OWN_END
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, MixerSpec
 from jaxinfer.nn.layer_spec import TokenIdsConfig
 from jaxinfer.nn.mixers.pooled_attention_spec import PooledAttentionConfig, PooledIndexerConfig
@@ -141,7 +142,7 @@ def _ngrams(config: Mapping[str, Any], kinds: list[str]) -> dict[int, NGramConfi
         for key in _UNUSED:
             config.get(key)
         return {}
-    ids = numbers if isinstance(numbers, list | tuple) else [None]
+    ids: list[Any] = [*numbers] if isinstance(numbers, list | tuple) else [None]
     if not all(isinstance(i, int) and 1 <= i <= len(kinds) for i in ids):
         raise ConfigError(
             f"config key 'ple_layer_ids' must hold numbers from 1 to {len(kinds)}, got "
@@ -185,7 +186,7 @@ def _ngrams(config: Mapping[str, Any], kinds: list[str]) -> dict[int, NGramConfi
 
 def _boundary(config: Mapping[str, Any]) -> int:
     """The token that n-grams do not pass: the first that ends a text."""
-    given = config.get("eos_token_id")
+    given = config.get("eos_token_id") if OWN_END not in config else config[OWN_END]
     first = given[0] if isinstance(given, list | tuple) and given else given
     if not isinstance(first, int) or not 0 <= first < hf.positive_int(config, "vocab_size"):
         raise ConfigError(

@@ -18,6 +18,7 @@ from jaxinfer.nn.state import Entry, LayerState
 if TYPE_CHECKING:
     import flax.linen as nn
 
+TABLE = "ngrams/table"  # in the parameters of a layer; a step reads few of its rows
 LAST_IDS, LAST_INPUTS = "ngram_ids", "ngram_inputs"  # the state of a sequence
 
 
@@ -87,3 +88,11 @@ class NGramConfig(BlockSpec):
     def module(self) -> nn.Module:
         """The module; its parameters are those of the layer under "ngrams"."""
         return import_module("jaxinfer.nn.ngrams").NGrams(self, name="ngrams")
+
+
+def without_table(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parameters of a layer without the table of n-grams, if it has one: no matrix."""
+    group, name = TABLE.split("/")
+    if group not in layer:
+        return layer
+    return {**layer, group: {key: own for key, own in layer[group].items() if key != name}}

@@ -37,7 +37,9 @@ LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:
     """Prompts of one seed share a beginning; each fifth token or so ends a text."""
-    texts = np.random.default_rng(100 + seed).choice((0, BOUNDARY, OTHER), length, p=(0.8, 0.1, 0.1))
+    texts = np.random.default_rng(100 + seed).choice(
+        (0, BOUNDARY, OTHER), length, p=(0.8, 0.1, 0.1)
+    )
     return [end or token for end, token in zip(texts.tolist(), drawn(length, seed), strict=True)]
 
 

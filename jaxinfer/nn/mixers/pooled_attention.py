@@ -101,6 +101,7 @@ class PooledAttention(nn.Module):
     ) -> jax.Array:  # [X, I]
         """The keys of blocks with these numbers in their sequences."""
         c, weights = self.config, param(self, "index_norms")[1]
+        assert c.rope is not None
         means = means.astype(index.keys.dtype)
         means = rms_norm(means, weights, index.eps, fixed=ctx.pins.invariant)
         angles = Angles(*rope_tables(c.rope, numbers * c.indexer.block))
