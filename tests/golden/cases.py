@@ -173,7 +173,7 @@ NGRAMS = merged(  # several texts in each sequence, tables in parts of which the
 # of more whole blocks than it chooses; torch chooses another one of blocks whose scores are 0,
 # which are rare with many heads
 POOLED_INDEXER = merged(
-    indexer_n_heads=3,
+    indexer_n_heads=8,
     indexer_kv_heads=1,
     indexer_head_dim=12,
     indexer_budget=12,
@@ -605,7 +605,7 @@ CASES = {
     "qwen4_exp_multimodal": case("qwen4_exp", text_config=merged(
         without(SIZES, "intermediate_size"), LINEAR_ATTENTION, LINEAR_EXPERTS, POOLED_INDEXER,
         NGRAMS, full_attention_interval=2, ple_layer_ids=[1], ngram_size=4, ple_embed_dim=12,
-        heads_per_ngram=1, eos_token_id=3, indexer_n_heads=8), vision_config=VISION),
+        heads_per_ngram=1, eos_token_id=3), vision_config=VISION),
     "qwen3_next": case("qwen3_next", SIZES, LINEAR_ATTENTION, LINEAR_EXPERTS, num_hidden_layers=3,
         rope_parameters=HALF_ROTARY, full_attention_interval=2, mlp_only_layers=[1]),
     "qwen3_next_sparse_step": case("qwen3_next", SIZES, LINEAR_ATTENTION, LINEAR_EXPERTS,
