@@ -280,7 +280,7 @@ def _indexer_specs(
 
 
 def _ngram_specs(path: str, source: str, c: NGramConfig) -> Iterator[ParamSpec]:
-    """The parameters of ``nn.ngrams``, which every device has."""
+    """The parameters of ``nn.ngrams``; devices divide the rows of the table."""
     size, width = -(-c.num_rows // c.num_parts), c.embed_dim // len(c.sizes)
     starts = range(0, c.num_rows, size)  # files may have fewer parts than the config says
     shards = tuple(
@@ -290,7 +290,7 @@ def _ngram_specs(path: str, source: str, c: NGramConfig) -> Iterator[ParamSpec]:
         )
         for i, start in enumerate(starts)
     )
-    yield ParamSpec(f"{path}table", ArraySpec((c.num_rows, width), (None, None)), shards, join)
+    yield ParamSpec(f"{path}table", ArraySpec((c.num_rows, width), ("vocab", None)), shards, join)
     widths = (c.channels, c.width)
     yield from linear_specs(
         path,

@@ -33,8 +33,8 @@ class NGramConfig(BlockSpec):
     all rows a value is made, and a key for each stream, whose product with the stream is the gate
     of the value. Its causal convolution of ``conv_width`` taps, each as many tokens apart as the
     longest n-gram has, is added with SiLU. Keys, streams and inputs of the convolution have RMS
-    norms, of each stream. The table has ``num_rows``, in files ``num_parts`` tensors, and each
-    device has the whole.
+    norms, of each stream. The table has ``num_rows``, in files ``num_parts`` tensors; several
+    devices have a part of its rows each.
     """
 
     num_streams: int
@@ -65,7 +65,7 @@ class NGramConfig(BlockSpec):
         return self.num_streams * self.width
 
     def share(self, devices: int) -> NGramConfig:
-        """See ``MixerSpec``; every device has all streams."""
+        """See ``MixerSpec``; every device has all streams, and a part of the table's rows."""
         del devices
         return self
 

@@ -20,7 +20,7 @@ from jaxinfer.nn.mixers.recurrent import convolved, started
 from jaxinfer.nn.ngram_hash import ngram_rows
 from jaxinfer.nn.ngram_spec import LAST_IDS, LAST_INPUTS, NGramConfig
 from jaxinfer.nn.state import LayerArrays, read_states, stored_states
-from jaxinfer.nn.weight import param, take_rows, weight
+from jaxinfer.nn.weight import param, weight
 from pallas_kernels.lib.numerics import rms_norm
 
 _SMALLEST = 1e-6  # of a gate's size before its root
@@ -41,7 +41,8 @@ class NGrams(nn.Module):
         arrays, rows = started(c, state, total, ctx)
         last = last_tokens(ctx.layer_inputs.ids, arrays[LAST_IDS], rows, ctx, c)
         ids = ngram_rows(_within(last, c.boundary), c.multipliers, c.sizes)
-        found = take_rows(param(self, "table"), ids).astype(total.dtype)
+        table = weight(self, "table", by_output=True)
+        found = table.take_of(ids.reshape(-1), ctx).astype(total.dtype)
         value = self._gated(found.reshape(len(ids), -1), total, ctx)  # [T, n, D]
         inputs = self._normed(value, 2).reshape(total.shape)
         mixed, kept = convolved(
