@@ -260,11 +260,10 @@ class LayerSpec:
     before both and after the network ("ffn_both"), or before the network alone ("ffn").
 
     A norm after a block is of its output, before that is added to the residual stream. A layer may
-    lack a block (``nn.absent``); it has one norm then, which is "shared". ``start`` adds to the
-    stream before the mixer reads it, and ``end`` follows the network. The blocks of a ``parallel``
-    layer read the same stream, and their outputs are added to it together; they may share the norm
-    before them. With ``on_norms``, of the mixer and of the network, the norm before a block
-    replaces the stream: the block's output is added to its own input (MiniMax-01).
+    lack a block (``nn.absent``); it has one norm then, which is "shared". ``start`` precedes the
+    mixer, ``end`` follows the network. Blocks of a ``parallel`` layer read the same stream, and
+    their outputs are added to it together; they may share the norm before them. With ``on_norms``,
+    of both blocks, that norm replaces the stream, so that outputs are added to it (MiniMax-01).
     """
 
     mixer: MixerSpec
@@ -275,18 +274,20 @@ class LayerSpec:
     parallel: bool = False
     on_norms: tuple[BlockFactors, BlockFactors] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """True if the layer lacks both blocks, and so all norms."""
+        return self.mixer.is_absent and self.ffn.is_absent
+
     def share(self, devices: int) -> LayerSpec:
         """One device's part of the layer: see ``MixerSpec``."""
-        start = self.start and self.start.share(devices)
-        mixer, ffn = self.mixer.share(devices), self.ffn.share(devices)
-        return replace(self, mixer=mixer, ffn=ffn, start=start)
+        return replace(self, mixer=self.mixer.share(devices), ffn=self.ffn.share(devices))
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """The layer state: that of the mixer, and of the start if there is one."""
         own = self.mixer.state(dtype)
-        if self.start is None:
-            return own
-        return replace(own, per_slot=own.per_slot + self.start.state(dtype).per_slot)
+        more = self.start.state(dtype).per_slot if self.start else ()
+        return replace(own, per_slot=own.per_slot + more)
 
 
 def _with_pages(layer: LayerSpec, own: jnp.dtype, dtype: jnp.dtype) -> LayerSpec:

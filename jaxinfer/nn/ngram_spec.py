@@ -64,11 +64,6 @@ class NGramConfig(BlockSpec):
         """Elements of a token in all streams."""
         return self.num_streams * self.width
 
-    def share(self, devices: int) -> NGramConfig:
-        """See ``MixerSpec``; every device has all streams, and a part of the table's rows."""
-        del devices
-        return self
-
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``: the last tokens of a sequence, the newest first, and the last inputs
         of the convolution (``pallas_kernels.short_conv``).
