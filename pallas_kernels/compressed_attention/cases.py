@@ -89,7 +89,7 @@ CASES = (
     ),
     CompressedCase(  # rows of one, two and many splits, also of the windows' entries
         name="tiny_all_splits",
-        seq_lens=(1400, 36, 150),
+        seq_lens=(1400, 36, 300),
         query_lens=(1, 1, 1),
         padding=1,
         near=40,

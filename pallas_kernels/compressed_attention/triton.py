@@ -43,8 +43,9 @@ def _attend_split(
     reads,  # int32[T]: the first entries of the row; unused with CHOSEN
     out,  # [T, N, H]; with splits float32[T, SPLITS, N, H], without the division by l_i
     m_l,  # float32[T, SPLITS, 2, N]: m_i, l_i; unused with one split
-    near_width,  # M; this and the next are not constexpr, so all lengths share a kernel
+    near_width,  # M; this and the next two are not constexpr, so all lengths share a kernel
     far_width,  # M'; CHOSEN: K
+    min_keys,  # of a split, if a token has as many
     SCALE: tl.constexpr,  # of scores, times log2(e)
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # of a CTA
@@ -54,7 +55,6 @@ def _attend_split(
     FAR_SIZE: tl.constexpr,
     FAR: tl.constexpr,  # NONE, FIRST or CHOSEN
     SPLITS: tl.constexpr,  # at most
-    MIN_KEYS: tl.constexpr,  # of a split at least, if there are as many
     BLOCK: tl.constexpr,  # entries per loop iteration
     SCAN: tl.constexpr,
 ):
@@ -77,7 +77,7 @@ def _attend_split(
     count = tl.where(num_far > 0, near_end + num_far, num_near)
     in_heads = heads < NUM_HEADS
     states = m_l + token * (SPLITS * 2 * NUM_HEADS)
-    splits = tl.maximum(tl.minimum(tl.cdiv(count, MIN_KEYS), SPLITS), 1)
+    splits = tl.maximum(tl.minimum(tl.cdiv(count, min_keys), SPLITS), 1)
     per_split, used = entries_of_split(count, splits, BLOCK)
     if split >= used:  # nothing reads its accumulator
         at_m = states + split * 2 * NUM_HEADS + heads
@@ -109,12 +109,13 @@ def _attend_split(
         else:
             pool = tl.where(is_near, near, far)
             ids = tl.where(is_near, near_ids, far_ids)
-            size = tl.where(is_near, NEAR_SIZE, FAR_SIZE)
             at = index + tl.where(is_near, passed - num_near, -near_end)
-            slot = tl.load(ids + at // size, mask=seen, other=-1).to(tl.int64)
+            page = tl.where(is_near, at // NEAR_SIZE, at // FAR_SIZE)
+            slot = tl.load(ids + page, mask=seen, other=-1)
             if FAR == CHOSEN:  # whose FAR_SIZE is 1
                 seen = slot >= 0
-            slot = slot * size + at % size  # offsets exceed int32
+            slot = slot.to(tl.int64) * tl.where(is_near, NEAR_SIZE, FAR_SIZE)
+            slot += tl.where(is_near, at % NEAR_SIZE, at % FAR_SIZE)
         at_entry = (pool + slot * WIDTH)[:, None] + components[None, :]
         entries = tl.load(at_entry, mask=seen[:, None], other=0.0)
         m_i, l_i, acc = attend_block(query, None, entries, None, seen, m_i, l_i, acc, SCALE)
@@ -163,6 +164,7 @@ def launch_with(
         num_stages=config.num_stages,
         near_width=args.page_table.shape[1],
         far_width=far[1].shape[1],
+        min_keys=config.min_keys,
         SCALE=args.scale * math.log2(math.e),
         HEADS=config.heads,
         WIDTH=width,
@@ -170,7 +172,6 @@ def launch_with(
         NEAR_SIZE=args.pages.shape[1],
         FAR_SIZE=far_size,
         FAR=kind.value,
-        MIN_KEYS=launch.MIN_BLOCKS * config.block,
         BLOCK=config.block,
         SCAN=SCAN,
         **sizes,
