@@ -8,9 +8,7 @@ from pallas_kernels.compressed_attention import cases, launch, ref, xla
 from pallas_kernels.compressed_attention.ref import CompressedAttentionArgs
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 
-_triton = imported_when_called(
-    "pallas_kernels.compressed_attention.triton", "compressed_attention"
-)
+_triton = imported_when_called("pallas_kernels.compressed_attention.triton", "compressed_attention")
 
 OP = KernelOp(
     name="compressed_attention",

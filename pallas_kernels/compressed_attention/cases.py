@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,9 +51,11 @@ class CompressedCase(IndexCase):
 
 
 V4_FLASH, V4_PRO, V4_FLASH_TP8 = (Heads(count, 1, 512) for count in (64, 128, 8))
-ALL: dict[str, Any] = {"near": 128, "ratio": 128, "pieces": 16}
-CHOSEN: dict[str, Any] = {"near": 128, "ratio": 4, "top_k": 512, "has_choice": True}
-WINDOW: dict[str, Any] = {"near": 128}
+WINDOW: Mapping[str, Any] = MappingProxyType({"near": 128})
+ALL: Mapping[str, Any] = MappingProxyType({"near": 128, "ratio": 128, "pieces": 16})
+CHOSEN: Mapping[str, Any] = MappingProxyType(
+    {"near": 128, "ratio": 4, "top_k": 512, "has_choice": True}
+)
 
 
 def _steps() -> tuple[dict[str, Any], ...]:

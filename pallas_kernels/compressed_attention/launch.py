@@ -13,8 +13,8 @@ from pallas_kernels.lib.checks import unfit_for_triton
 from pallas_kernels.lib.device import current_device
 from pallas_kernels.lib.numerics import power_of_two
 
-# Entries of a split at least, if a token reads as many, and more of them for each CTA of the launch.
-# An SM reads 64 entries in 2 us. A merge takes 3 us more, and the states of a split, 131 KB of 64
+# Entries of a split at least, if a token reads as many, and more of them for each CTA of the
+# launch. An SM reads 64 entries in 2 us. A merge takes 3 us more, and the states of a split, 131 KB of 64
 # heads in float32, are written and read by all SMs in 0.06 us. Estimated, not measured.
 MIN_KEYS, MORE_KEYS = 128, 2
 # Of the longest contexts: with more, a CTA that merges splits would have more of their states than

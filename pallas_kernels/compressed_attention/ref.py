@@ -73,4 +73,6 @@ def _entries(
 ) -> np.ndarray:  # float32[K, H]
     """The entries of a row at these positions."""
     own = at[:, None] * pieces + np.arange(pieces)
-    return pool[table[own // pool.shape[1]], own % pool.shape[1]].reshape(len(at), pieces * pool.shape[2])
+    return pool[table[own // pool.shape[1]], own % pool.shape[1]].reshape(
+        len(at), pieces * pool.shape[2]
+    )

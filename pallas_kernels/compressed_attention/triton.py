@@ -126,7 +126,18 @@ def _attend_split(
     else:
         accs = out + token * (SPLITS * NUM_HEADS * WIDTH)
         store_state(
-            accs, states, split, heads, components, in_heads, inside, m_i, l_i, acc, NUM_HEADS, WIDTH
+            accs,
+            states,
+            split,
+            heads,
+            components,
+            in_heads,
+            inside,
+            m_i,
+            l_i,
+            acc,
+            NUM_HEADS,
+            WIDTH,
         )
 
 
@@ -146,9 +157,7 @@ def launch_with(
     kind = NONE if args.reads is None else CHOSEN if args.has_choice else FIRST
     sizes: dict[str, Any] = {"NUM_HEADS": heads, "SPLITS": splits}
     partials = jax.ShapeDtypeStruct((tokens, splits, heads, width), jnp.float32)
-    states = jax.ShapeDtypeStruct(
-        (tokens, splits, 2, heads) if splits > 1 else (1,), jnp.float32
-    )
+    states = jax.ShapeDtypeStruct((tokens, splits, 2, heads) if splits > 1 else (1,), jnp.float32)
     out, m_l = jt.triton_call(
         args.q,
         args.pages,
@@ -158,7 +167,10 @@ def launch_with(
         args.sinks,
         *far,
         kernel=_attend_split,
-        out_type=(partials if splits > 1 else jax.ShapeDtypeStruct(args.q.shape, args.q.dtype), states),
+        out_type=(
+            partials if splits > 1 else jax.ShapeDtypeStruct(args.q.shape, args.q.dtype),
+            states,
+        ),
         grid=(-(-heads // config.heads), splits, tokens),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

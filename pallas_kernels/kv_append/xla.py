@@ -34,8 +34,15 @@ def written(
     new: jax.Array,  # [T, ...]
     slots: jax.Array,  # int32[T]
 ) -> jax.Array:  # [P, S, ...]
-    """The pool with each token's values at its slot, in the pool's dtype."""
+    """The pool with each token's values at its slot, in the pool's dtype; page 0 is not written.
+
+    Where indices may be equal, XLA's kernel for GPUs writes values of less than 32 bits with a
+    compare-and-swap of two or four of them. 1,024 updates of one slot, padding in page 0, waited
+    for each other in 3.5 ms of a step of DeepSeek-V4 (H200).
+    """
     # Indexing a pool reshaped to [P * S, ...] would be simpler, but makes XLA copy the whole pool.
     page_size = jnp.int32(pages.shape[1])
     page, offset = jax.lax.div(slots, page_size), jax.lax.rem(slots, page_size)
-    return pages.at[page, offset].set(new.astype(pages.dtype), mode="promise_in_bounds")
+    outside = len(pages) + jnp.arange(len(slots), dtype=jnp.int32)
+    page = jnp.where(page == 0, outside, page)
+    return pages.at[page, offset].set(new.astype(pages.dtype), mode="drop", unique_indices=True)
