@@ -82,11 +82,12 @@ class CompressedAttention(nn.Module):
         c, place = self.config, _Place.of(ctx, self.config)
         stream, tokens = self._projected(stream, norm, ctx, only)
         arrays = dict(state or {})
-        slots = place.pages[0].slot_mapping
-        arrays[NEAR] = (
-            tokens.kv[None] if place.is_dense else _written(arrays[NEAR], tokens.kv, slots)
-        )
-        far: dict[str, jax.Array] = {}
+        near = place.pages[0]
+        if place.is_dense:
+            arrays[NEAR] = tokens.kv[None]
+        else:
+            arrays[NEAR] = _written(arrays[NEAR], tokens.kv, near.slot_mapping)
+        far: dict[str, Any] = {}
         if c.compressor is not None and len(place.pages) > 1:
             arrays |= self._compressed(c.compressor, tokens.h, arrays, place, ctx)
             far = {"far_pages": arrays[FAR], "far_table": place.pages[1].page_table}
@@ -95,7 +96,7 @@ class CompressedAttention(nn.Module):
         args = CompressedAttentionArgs(
             q=tokens.q,
             pages=arrays[NEAR],
-            page_table=place.pages[0].page_table,
+            page_table=near.page_table,
             sinks=param(self, "sinks"),
             rows=rows,
             last=last,
