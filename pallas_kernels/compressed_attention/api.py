@@ -27,6 +27,7 @@ OP = KernelOp(
     build=cases.build,
     cost=cases.cost,
     tolerance={"float32": 4e-6, "bfloat16": 2e-2, "float16": 3e-3},
+    feeds=((0, 0),),
 )
 
 
