@@ -214,6 +214,35 @@ def param2moe(config: Config, t: Tensors, ids: Array) -> Array:
     return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
 
 
+def step3(config: Config, t: Tensors, ids: Array) -> Array:
+    x, eps = t["model.embed_tokens.weight"][ids], config["rms_norm_eps"]
+    sparse = {int(one) for one in config["moe_layers_enum"].split(",")}
+    width, theta = config["head_dim"], config.get("rope_theta", 500000.0)
+    for i in range(config["num_hidden_layers"]):
+        own = _layer(t, f"model.layers.{i}.")
+        h = rms(x, own["input_layernorm.weight"], eps)
+        q = rms(_linear(own, "self_attn.q_proj", h), own["self_attn.inter_norm.weight"], eps)
+        q = _heads(_linear(own, "self_attn.wq", q), config["num_attention_heads"])
+        k, v = (_heads(_linear(own, f"self_attn.{name}_proj", h), 1) for name in "kv")
+        h = attention(rotated(q, width, theta), rotated(k, width, theta), v)
+        x = x + _linear(own, "self_attn.o_proj", h)
+        h = rms(x, own["post_attention_layernorm.weight"], eps)
+        if i not in sparse:
+            x = x + _gated(own, h)
+            continue
+        out, made = _gated(own, h, "share_expert."), h @ own["moe.gate.weight"].T
+        for at, one in enumerate(np.exp(made - made.max(-1, keepdims=True))):
+            best = np.argsort(-one)[: config["moe_top_k"]]
+            total = one[best].sum() if config.get("norm_expert_weight") else one.sum()
+            for expert in best:
+                gate, up, down = (
+                    own[f"moe.{name}_proj.weight"][expert] for name in ("gate", "up", "down")
+                )
+                out[at] += one[expert] / total * ((silu(gate @ h[at]) * (up @ h[at])) @ down.T)
+        x = x + out
+    return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
+
+
 MODELS: Mapping[str, Callable[[Config, Tensors, Array], Array]] = {
     "chatglm": chatglm,
     "telechat2": telechat2,
@@ -223,4 +252,5 @@ MODELS: Mapping[str, Callable[[Config, Tensors, Array], Array]] = {
     "openpangu_ultra": openpangu_ultra,
     "plamo3": plamo3,
     "param2moe": param2moe,
+    "step3": step3,
 }

@@ -171,6 +171,7 @@ _OF_LAYERS = ("intermediate_size", "num_hidden_layers")
 _LATENT_SIZES = (
     *("num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
+_STEP3_OTHERS = ("num_key_value_heads", "max_position_embeddings")
 _BAILING = MappingProxyType(
     {
         **_DECODER,
@@ -1457,6 +1458,20 @@ CONFIGS = MappingProxyType(
             "use_qk_norm": True,
             "rope_theta": 1000.0,
         },
+        "step3": {
+            **{k: v for k, v in _DECODER.items() if k not in _STEP3_OTHERS},
+            "architectures": ["Step3TextForCausalLM", "Step3VLForConditionalGeneration"],
+            "num_hidden_layers": 3,
+            "num_attention_groups": 1,
+            "max_position_embedding": MAX_LEN,
+            "head_dim": 16,
+            "share_q_dim": 20,
+            "share_expert_dim": 24,
+            "moe_num_experts": 5,
+            "moe_top_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_layers_enum": "1,2",
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -1531,6 +1546,7 @@ LIKE_OTHERS = (
     "deepseek_v4",
     *("chatglm", "telechat2", "telechat3", "teleflm", "openpangu", "openpangu_ultra", "plamo3"),
     *("param2moe",),
+    "step3",  # attention as llama's, after a latent as deepseek_v3's
 )
 OF_EACH_KIND = (
     "qwen3",

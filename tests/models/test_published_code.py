@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "plamo3 untied": {"tie_word_embeddings": False, "scale_embedding": True},
     "param2moe": {},
     "param2moe plain": {"use_qk_norm": False, "use_qkv_bias": True, "norm_topk_prob": False},
+    "step3": {},
+    "step3 renormalised": {"norm_expert_weight": True, "moe_layers_enum": "2", "moe_top_k": 3},
 }
 
 
@@ -41,8 +43,8 @@ def random_tensors(model: Model) -> dict[str, np.ndarray]:
     rng, made = np.random.default_rng(0), {}
     for source in (source for spec in model.param_specs for source in spec.sources):
         noise = rng.standard_normal(source.shape, np.float32)
-        if len(source.shape) == 2:
-            noise *= 1.5 / source.shape[1] ** 0.5
+        if len(source.shape) > 1:
+            noise *= 1.5 / source.shape[-1] ** 0.5
         elif "norm" in source.name and not source.name.endswith("bias"):
             noise = 1 + 0.2 * noise
         made[source.name] = noise
@@ -75,6 +77,8 @@ def test_logits_equal_the_reference(case: str) -> None:
         ("openpangu", "param_sink_number", 128),
         ("plamo3", "linear_type", "fp8"),
         ("param2moe", "use_bias", True),
+        ("step3", "num_attention_groups", 2),
+        ("step3", "moe_layers_enum", "one"),
         ("param2moe", "score_function", "softmax"),
     ],
 )
