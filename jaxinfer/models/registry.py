@@ -204,6 +204,7 @@ _MODULES = (
     ("PanguUltraMoEForCausalLM", "jaxinfer.models.openpangu_ultra"),
     ("Plamo3ForCausalLM", "jaxinfer.models.plamo3"),
     ("Param2MoEForCausalLM", "jaxinfer.models.param2moe"),
+    ("SolarForCausalLM", "jaxinfer.models.solar"),
     ("Step3TextForCausalLM", "jaxinfer.models.step3"),
     ("Step3VLForConditionalGeneration", "jaxinfer.models.step3"),
 )

@@ -86,20 +86,42 @@ def telechat2(config: Config, t: Tensors, ids: Array) -> Array:
     return rms(x, t["transformer.ln_f.weight"], eps) @ t["lm_head.weight"].T
 
 
-def _llama(config: Config, t: Tensors, ids: Array, factor: float = 1.0) -> Array:
+def _llama(
+    config: Config,
+    t: Tensors,
+    ids: Array,
+    factor: float = 1.0,
+    before: Callable[[int, Array], Array] = lambda _, x: x,
+) -> Array:
     x, eps = factor * t["model.embed_tokens.weight"][ids], config["rms_norm_eps"]
     n, k = config["num_attention_heads"], config["num_key_value_heads"]
     for i in range(config["num_hidden_layers"]):
-        own = _layer(t, f"model.layers.{i}.")
+        x, own = before(i, x), _layer(t, f"model.layers.{i}.")
         h, theta = rms(x, own["input_layernorm.weight"], eps), config.get("rope_theta", 10000.0)
         q, keys, v = (
             _heads(_linear(own, f"self_attn.{name}_proj", h), count)
             for name, count in (("q", n), ("k", k), ("v", k))
         )
         q, keys = (rotated(one, one.shape[-1], theta) for one in (q, keys))
-        x = x + _linear(own, "self_attn.o_proj", attention(q, keys, v))
+        made = attention(q, keys, v, config.get("sliding_window"))
+        x = x + _linear(own, "self_attn.o_proj", made)
         x = x + _gated(own, rms(x, own["post_attention_layernorm.weight"], eps))
     return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
+
+
+def solar(config: Config, t: Tensors, ids: Array) -> Array:
+    kept, share = dict[str, Array](), config["bskcn_tv"][1]
+
+    def before(i: int, x: Array) -> Array:
+        for key in ("bskcn_1", "bskcn_2"):
+            if i in config[key]:
+                kept[key] = x
+        for key, other in (("bskcn_3", "bskcn_1"), ("bskcn_4", "bskcn_2")):
+            if i in config[key]:
+                x = kept[other] * share + x * (1 - share)
+        return x
+
+    return config.get("logit_scale", 1.0) * _llama(config, t, ids, before=before)
 
 
 def teleflm(config: Config, t: Tensors, ids: Array) -> Array:
@@ -253,4 +275,5 @@ MODELS: Mapping[str, Callable[[Config, Tensors, Array], Array]] = {
     "plamo3": plamo3,
     "param2moe": param2moe,
     "step3": step3,
+    "solar": solar,
 }

@@ -1472,6 +1472,16 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "moe_layers_enum": "1,2",
         },
+        "solar": {
+            **_DECODER,
+            "architectures": ["SolarForCausalLM"],
+            "num_hidden_layers": 4,
+            "bskcn_1": [1, 3],
+            "bskcn_2": [2],
+            "bskcn_3": [2],
+            "bskcn_4": [3],
+            "bskcn_tv": [0.9, 0.8],
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -1547,6 +1557,7 @@ LIKE_OTHERS = (
     *("chatglm", "telechat2", "telechat3", "teleflm", "openpangu", "openpangu_ultra", "plamo3"),
     *("param2moe",),
     "step3",  # attention as llama's, after a latent as deepseek_v3's
+    "solar",  # llama's layers, with copies of the stream
 )
 OF_EACH_KIND = (
     "qwen3",

@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "plamo3 untied": {"tie_word_embeddings": False, "scale_embedding": True},
     "param2moe": {},
     "param2moe plain": {"use_qk_norm": False, "use_qkv_bias": True, "norm_topk_prob": False},
+    "solar": {},
+    "solar window": {"sliding_window": 7, "logit_scale": 0.5, "bskcn_3": [3], "bskcn_4": [2, 3]},
     "step3": {},
     "step3 renormalised": {"norm_expert_weight": True, "moe_layers_enum": "2", "moe_top_k": 3},
 }
@@ -77,6 +79,9 @@ def test_logits_equal_the_reference(case: str) -> None:
         ("openpangu", "param_sink_number", 128),
         ("plamo3", "linear_type", "fp8"),
         ("param2moe", "use_bias", True),
+        ("solar", "bskcn_1", [0]),
+        ("solar", "bskcn_3", [0]),
+        ("solar", "bskcn_tv", [0.9]),
         ("step3", "num_attention_groups", 2),
         ("step3", "moe_layers_enum", "one"),
         ("param2moe", "score_function", "softmax"),
