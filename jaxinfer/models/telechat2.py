@@ -37,7 +37,8 @@ _NAMES = TensorNames(
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "apply_residual_connection_post_layernorm", False)
-    config.get("logn")  # which no code of it reads
+    for unused in ("logn", "max_position_embeddings"):
+        config.get(unused)  # of no effect, and another name of "training_seqlen"
     given = {
         common: hf.positive_int(config, hf.first_of(config, own, common))
         for common, own in (
