@@ -48,6 +48,8 @@ _SANDWICH = _NAMES._replace(
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    for key, only in (("param_sink_number", 0), ("use_mhc", False), ("use_mome", False)):
+        hf.supported_only(config, key, only)  # of openPangu 2
     found = {key: config.get(first) for key, first in _FIRST_NAMES.items()}
     own = hf.with_defaults(config, {key: one for key, one in found.items() if one is not None})
     biased = hf.flag(config, "router_enable_expert_bias", False)
