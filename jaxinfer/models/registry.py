@@ -91,6 +91,7 @@ _MODULES = (
     ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
     ("DeepseekV32ForCausalLM", "jaxinfer.models.deepseek_v32"),
     ("GlmMoeDsaForCausalLM", "jaxinfer.models.glm_moe_dsa"),
+    ("Glm5NextForCausalLM", "jaxinfer.models.glm5_next"),
     ("AXK2ForCausalLM", "jaxinfer.models.axk2"),
     ("MistralLarge4ForConditionalGeneration", "jaxinfer.models.mistral_large4"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),

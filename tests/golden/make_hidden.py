@@ -95,6 +95,7 @@ CASES = (
     "hy_v3",
     "hy_v4",
     "deepseek_v4",
+    "glm5_next",
     "mistral4",
     "sarvam_moe",
     "sarvam_mla",
