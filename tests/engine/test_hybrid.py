@@ -33,19 +33,20 @@ MAMBAS = (
     *("recurrent_gemma", "rwkv"),  # linear recurrences
     *("zamba", "zamba2"),  # after blocks that several layers use
 )
-NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear", "bailing_hybrid", "lfm2", "zaya", *MAMBAS)
-# scans over chunks of 64 tokens: decays of heads, of channels
-SCANS = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "bailing_hybrid", *MAMBAS])
-EACH = pytest.mark.parametrize(
-    "name", ["qwen3_5", "kimi_linear", "bailing_hybrid", "lfm2", "zaya", *MAMBAS]
-)
+# the delta rule: decays of heads, of channels, and next to attention to pools of 4 tokens
+DELTAS = ("qwen3_5", "kimi_linear", "bailing_hybrid", "glm5_next")
+NAMES = (*DELTAS, "qwen3_5_moe", "lfm2", "zaya", *MAMBAS)
+# scans over chunks of 64 tokens
+SCANS = pytest.mark.parametrize("name", [*DELTAS, *MAMBAS])
+EACH = pytest.mark.parametrize("name", [*DELTAS, "lfm2", "zaya", *MAMBAS])
 
 
 @cache
 def executables(name: str) -> tuple[Program, Executables]:
     model, _ = tiny_model(name)
     limits = replace(
-        tiny_limits(max_num_seqs=3, max_num_batched_tokens=128, num_pages=360, max_model_len=576),
+        tiny_limits(max_num_seqs=3, max_num_batched_tokens=128, max_model_len=576),
+        num_pages=pages_of(name, 360),
         buckets=(Bucket(3), Bucket(0, 128, 3), Bucket(3, 128, 3, scores=True)),
         groups=model.state.groups,
         num_snapshots=SNAPSHOTS,
@@ -55,12 +56,15 @@ def executables(name: str) -> tuple[Program, Executables]:
     return program, compiled_for(program, extras=False)
 
 
-def engine(name: str, num_pages: int | None = None, *, overlap: bool = True) -> Engine:
+def pages_of(name: str, number: int) -> tuple[int, ...]:
+    """So many pages in each pool of the model."""
+    return (number,) * max(1, len(tiny_model(name)[0].state.bytes_per_entry))
+
+
+def engine(name: str, num_pages: int = 360, *, overlap: bool = True) -> Engine:
     program, compiled = executables(name)
     executor = Executor(program, compiled, tiny_model(name)[1], *init_state(program))
-    limits = (
-        program.limits if num_pages is None else replace(program.limits, num_pages=(num_pages,))
-    )
+    limits = replace(program.limits, num_pages=pages_of(name, num_pages))
     return engine_of(executor, limits, overlap=overlap)
 
 
