@@ -114,7 +114,8 @@ def _mixers(config: Mapping[str, Any], count: int) -> list[MixerSpec]:
     kinds = hf.layer_kinds(config, "layer_types", count, (DELTA, *_SPARSE))
     kinds = kinds or [DELTA if i % 4 != 3 else _SPARSE[0] for i in range(count)]
     section = _section(config, kinds)
-    chosen_by, delta = indexer_kinds(config, count), _delta(config, section)
+    chosen_by = indexer_kinds(config, count)
+    attention, delta = _attention(config), _delta(config, section)
     mixers: list[MixerSpec] = []
     last: int | None = None  # the layer before, if it has an indexer
     for i, (kind, by) in enumerate(zip(kinds, chosen_by, strict=True)):
@@ -122,7 +123,7 @@ def _mixers(config: Mapping[str, Any], count: int) -> list[MixerSpec]:
             mixers.append(delta)
             last = None
         elif by == FULL:
-            mixers.append(_attention(config, None))
+            mixers.append(attention)
             last = i
         elif last is None:
             raise ConfigError(
@@ -130,13 +131,13 @@ def _mixers(config: Mapping[str, Any], count: int) -> list[MixerSpec]:
                 "before it has chosen, which has no indexer; correct it"
             )
         else:
-            mixers.append(_attention(config, last))
+            mixers.append(replace(attention, indexer=None, follows=last))
             last = None
     return mixers
 
 
-def _attention(config: Mapping[str, Any], follows: int | None) -> PooledLatentConfig:
-    """The attention of a layer, with an indexer or with the choices of layer ``follows``."""
+def _attention(config: Mapping[str, Any]) -> PooledLatentConfig:
+    """The attention of a layer with an indexer."""
     heads, nope = (
         hf.positive_int(config, key) for key in ("num_attention_heads", "qk_nope_head_dim")
     )
@@ -170,8 +171,7 @@ def _attention(config: Mapping[str, Any], follows: int | None) -> PooledLatentCo
         bias=hf.flag(config, "attention_bias", False),
         top_k=top_k,
         pool=pool,
-        indexer=indexer if follows is None else None,
-        follows=follows,
+        indexer=indexer,
     )
 
 
@@ -255,9 +255,7 @@ def _pool_specs(path: str, source: str, pool: int, dim: int, width: int) -> Iter
     """The gates of pools' keys, which every device has."""
     own = f"{source}self_attn.indexer.index_kpool_compress_"
     gate, bias = Source(f"{own}gate", (dim, width)), Source(f"{own}ape", (pool, dim))
-    yield ParamSpec(
-        f"{path}index_gate", ArraySpec((width, dim), (None, None)), (gate,), transposed
-    )
+    yield ParamSpec(f"{path}index_gate", ArraySpec((width, dim), (None, None)), (gate,), transposed)
     array = ArraySpec(bias.shape, (None, None), jnp.dtype(jnp.float32))
     yield ParamSpec(f"{path}index_bias", array, (bias,), as_is)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
 
@@ -89,7 +89,7 @@ class IndexedLatentConfig(LatentAttentionConfig):
         """The most tokens to which a token attends."""
         return self.top_k
 
-    def for_context(self, length: int) -> IndexedLatentConfig:
+    def for_context(self, length: int) -> Self:
         """See ``MixerSpec``."""
         rope = self.rope and self.rope.for_context(length)
         return replace(self, rope=rope, selects=self.always or length > self.top_k)

@@ -5,8 +5,8 @@ components and pools of W tokens:
 
     index_gate [D, I]   index_bias float32[W, I]: the gates of a pool's mean
 
-The pages of the indexer have an entry for each pool, and a pool that is not complete is in the state
-of its sequence, a running softmax (``nn.mixers.windows``).
+The pages of the indexer have an entry for each pool. A pool that is not complete is in the state of
+its sequence, a running softmax (``nn.mixers.windows``).
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class PooledLatentAttention(IndexedLatentAttention):
             keys, gates, bias, state[OPEN_KEY], pools, ctx.rows, ctx.positions
         )
         table, count = ctx.pages[-1].page_table, len(keys)
-        entries = with_windows(
-            state[KEY], found.astype(keys.dtype), pools, table, num_tokens=count
-        )
+        entries = with_windows(state[KEY], found.astype(keys.dtype), pools, table, num_tokens=count)
         return {KEY: entries, OPEN_KEY: unfinished}
 
     def tokens_of(

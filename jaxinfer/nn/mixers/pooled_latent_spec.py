@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax.numpy as jnp
 
@@ -57,7 +57,7 @@ class PooledLatentConfig(IndexedLatentConfig):
         entry = CompressorConfig(ratio=self.pool).open_windows(OPEN_KEY, self.indexer.head_dim)
         return replace(state, per_slot=(entry,), align=self.pool)
 
-    def with_pages(self, dtype: jnp.dtype) -> PooledLatentConfig | None:
+    def with_pages(self, dtype: jnp.dtype) -> Self | None:
         """See ``MixerSpec``; 8-bit latents without rotated keys have no form yet."""
         return replace(self, page_dtype=dtype) if self.rope_dim else None
 
