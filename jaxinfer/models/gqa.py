@@ -164,6 +164,15 @@ class NormSources(NamedTuple):
     several: Callable[..., np.ndarray] = stack
     after: tuple[str, ...] = ()
 
+    def of_layer(self, layer: LayerSpec) -> tuple[str, ...]:
+        """The names of a layer's norms; of two, that of a block which it lacks is not there."""
+        if self.after and layer.norms == "after":
+            return self.after
+        if len(self.names) != 2:
+            return self.names
+        pairs = zip(self.names, (layer.mixer, layer.ffn), strict=True)
+        return tuple(name for name, block in pairs if not block.is_absent)
+
 
 PRE_NORMS = NormSources()
 
@@ -310,9 +319,11 @@ def _layer_specs(
         linears += dense_linears(ffn, d, names=names)
     weights, biases = linear_specs(path, source, linears)
     yield from weights
-    is_after = norms.after and config.layers[index].norms == "after"
-    own_names, kinds = norms.after if is_after else norms.names, _NORM_TENSORS[config.norm]
-    tensors = tuple(f"{name}.{kind}" for name in own_names for kind in kinds)
+    tensors = tuple(
+        f"{name}.{kind}"
+        for name in norms.of_layer(config.layers[index])
+        for kind in _NORM_TENSORS[config.norm]
+    )
     if tensors:
         yield _norm_stack(path + "norms", source, tensors, d, config, norms)
     yield from biases
