@@ -166,13 +166,9 @@ class CompressedAttention(nn.Module):
             if place.is_dense:
                 found[name] = entries[None, : len(h) // c.ratio]
             else:
+                table, count = place.pages[1].page_table, len(h)
                 found[name] = with_windows(
-                    arrays[name],
-                    entries,
-                    windows,
-                    place.pages[1].page_table,
-                    num_tokens=len(h),
-                    pieces=c.num_pieces,
+                    arrays[name], entries, windows, table, count, c.num_pieces
                 )
         return found
 

@@ -61,7 +61,7 @@ class PooledLatentAttention(IndexedLatentAttention):
             keys, gates, bias, state[OPEN_KEY], pools, ctx.rows, ctx.positions
         )
         table, count = ctx.pages[-1].page_table, len(keys)
-        entries = with_windows(state[KEY], found.astype(keys.dtype), pools, table, num_tokens=count)
+        entries = with_windows(state[KEY], found.astype(keys.dtype), pools, table, count)
         return {KEY: entries, OPEN_KEY: unfinished}
 
     def tokens_of(

@@ -113,23 +113,24 @@ def compressed(
 
 
 def with_windows(
-    pool: jax.Array,  # [P, S, C / pieces]
-    entries: jax.Array,  # [D + W, C]
+    pool: jax.Array,  # [P, S, H / pieces]
+    entries: jax.Array,  # [D + W, H]
     windows: Windows,
     page_table: jax.Array,  # int32[B, M]
-    *,
     num_tokens: int,  # of the step
-    pieces: int = 1,  # of an entry in pages
-) -> jax.Array:  # [P, S, C / pieces]
-    """The pool with the entries of the windows that the step completes; the barrier keeps XLA from
-    copying it.
+    pieces: int = 1,
+) -> jax.Array:  # [P, S, H / pieces]
+    """The pool with the entries, in so many pieces, of the windows that the step completes.
+
+    The barrier keeps XLA from copying it.
     """
     size, decodes = pool.shape[1], jnp.arange(windows.num_decodes, dtype=jnp.int32)
     rows = jnp.concatenate((decodes, len(decodes) + windows.row))
     at = windows.number[:, None] * pieces + jnp.arange(pieces, dtype=jnp.int32)  # [X, pieces]
     slots = page_table[rows[:, None], at // size] * size + at % size
-    slots = jnp.where((windows.last < num_tokens)[:, None], slots, 0).reshape(-1)
-    return jax.lax.optimization_barrier(written(pool, entries.reshape(len(slots), -1), slots))
+    slots = jnp.where(windows.last[:, None] < num_tokens, slots, 0).reshape(-1)
+    new = written(pool, entries.reshape(len(slots), -1), slots)
+    return jax.lax.optimization_barrier(new)
 
 
 def _stored(
