@@ -191,6 +191,7 @@ _MODULES = (
     ("Phi4MultimodalForCausalLM", "jaxinfer.models.phi3"),
     ("RecurrentGemmaForCausalLM", "jaxinfer.models.recurrent_gemma"),
     ("RwkvForCausalLM", "jaxinfer.models.rwkv"),
+    ("xLSTMForCausalLM", "jaxinfer.models.xlstm"),
     ("ModernBertDecoderForCausalLM", "jaxinfer.models.modernbert_decoder"),
     ("Ernie4_5_VLMoeForConditionalGeneration", "jaxinfer.models.ernie4_5_vl"),
     ("CohereCompassForCausalLM", "jaxinfer.models.cohere_compass"),

@@ -31,7 +31,7 @@ LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a b
 # of Mamba-2: among attention, beside it, in layers of one block, and alone; lightning attention
 MAMBAS = (
     *("bamba", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba", "minimax"),
-    *("recurrent_gemma", "rwkv"),  # linear recurrences
+    *("recurrent_gemma", "rwkv", "xlstm"),  # linear recurrences
     *("zamba", "zamba2"),  # after blocks that several layers use
 )
 # the delta rule: decays of heads, of channels, and next to attention to pools of 4 tokens

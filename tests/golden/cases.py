@@ -819,6 +819,13 @@ CASES = {
         hc_sinkhorn_iters=3, linear_lower_bound=None, linear_conv_kernel_dim=3,
         attention_bias=True),
         vision_config=GLM5_VISION, tie_word_embeddings=True),
+    # in a chunk of 64 and single tokens; transformers' cache has multiples of 64 components
+    "xlstm": case("xlstm", NO_TOKENS, use_cache=False, vocab_size=64, hidden_size=32,
+        num_hidden_layers=2, num_heads=4, norm_eps=1e-3, eps=1e-2, gate_soft_cap=3.0,
+        output_logit_soft_cap=2.0, ffn_proj_factor=1.3, ffn_round_up_to_multiple_of=8,
+        v_dim_factor=0.75),
+    "xlstm_plain": case("xlstm", NO_TOKENS, use_cache=False, vocab_size=64, hidden_size=24,
+        num_hidden_layers=1, num_heads=2, qk_dim_factor=1.0),
     "deepseek_v4": case("deepseek_v4", COMPRESSED),
     "deepseek_v4_window": case("deepseek_v4", COMPRESSED, num_hidden_layers=2, hc_mult=3,
         hc_eps=1e-2, rms_norm_eps=1e-2, layer_types=["sliding_attention"] * 2, swiglu_limit=0.8,

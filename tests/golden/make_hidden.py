@@ -98,6 +98,7 @@ CASES = (
     "hy_v4",
     "deepseek_v4",
     "glm5_next",
+    "xlstm",
     "mistral4",
     "sarvam_moe",
     "sarvam_mla",

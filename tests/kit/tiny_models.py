@@ -746,6 +746,17 @@ CONFIGS = MappingProxyType(
             "hc_sinkhorn_iters": 3,
             "swiglu_limit": 1.0,
         },
+        "xlstm": {
+            "architectures": ["xLSTMForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "v_dim_factor": 0.5,
+            "ffn_proj_factor": 1.5,
+            "gate_soft_cap": 3.0,
+            "norm_eps": 1e-5,
+        },
         "deepseek_v4": {
             "architectures": ["DeepseekV4ForCausalLM"],
             "vocab_size": VOCAB_SIZE,
@@ -1511,7 +1522,7 @@ LIKE_OTHERS = (
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
     *("apertus1p5", "zamba", "zamba2", "kolibri1", "lara_mini", "molmo2"),
     *("deepseek_v32", "axk2", "mistral_large4", "hy_v4"),  # as glm_moe_dsa
-    *("deepseek_v4", "glm5_next"),
+    *("deepseek_v4", "glm5_next", "xlstm"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1530,7 +1541,7 @@ WITH_STATE = (
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
-    *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4", "glm5_next"),
+    *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4", "glm5_next", "xlstm"),
 )
 
 # of Zamba's blocks, without which scores are so large that rounding decides
