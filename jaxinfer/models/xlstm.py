@@ -44,7 +44,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         hf.supported_only(config, key, only)
     config.get("tie_word_embeddings")
     width = hf.positive_int(config, hf.first_of(config, "hidden_size", "embedding_dim"))
-    layers = hf.positive_int(config, hf.first_of(config, "num_blocks", "num_hidden_layers"))
+    # of two numbers transformers takes that of blocks
+    key = "num_hidden_layers" if config.get("num_blocks") is None else "num_blocks"
     eps, factor = (
         hf.positive_float(config, key, default)
         for key, default in (("norm_eps", _EPS), ("ffn_proj_factor", 2.667))
@@ -55,7 +56,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=width,
-        layers=(LayerSpec(_mixer(config, width, eps), ffn),) * layers,
+        layers=(LayerSpec(_mixer(config, width, eps), ffn),) * hf.positive_int(config, key),
         lengths=(LENGTH, LONGEST),
         norm="rms",
         norm_eps=eps,
