@@ -36,6 +36,8 @@ _MULTIPLE = 256  # to which widths of networks are rounded up
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    for key in ("num_key_value_heads", "intermediate_size"):
+        config.get(key)  # null, or that of the model which the search began with
     bias, blocks = hf.flag(config, "attention_bias", False), _blocks(config)
     heads = hf.positive_int(config, "num_attention_heads")
     given = {"num_key_value_heads": heads, "intermediate_size": _MULTIPLE}  # those of each layer
