@@ -27,7 +27,7 @@ from jaxinfer.nn.placement import Fused
 _EPS = 1e-6
 _FIXED: tuple[tuple[str, Any], ...] = (
     *(("use_bias", False), ("add_out_norm", True), ("norm_reduction_force_float32", True)),
-    *(("weight_mode", "single"), ("inference_state_dtype", "float32"), ("mode", "inference")),
+    *(("weight_mode", "single"), ("inference_state_dtype", "float32")),
 )
 _NAMES = TensorNames(
     embed="backbone.embeddings",
