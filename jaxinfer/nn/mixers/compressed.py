@@ -25,7 +25,7 @@ from jaxinfer.nn.mixers.compressed_spec import (
     CompressorConfig,
 )
 from jaxinfer.nn.mixers.recurrent import empty_state, whole_sequence
-from jaxinfer.nn.mixers.windows import Windows, compressed, windows_of
+from jaxinfer.nn.mixers.windows import compressed, windows_of, with_windows
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import Matmul, param, take_rows, weight
@@ -160,7 +160,10 @@ class CompressedAttention(nn.Module):
             if place.is_dense:
                 found[name] = entries[None, : len(h) // c.ratio]
             else:
-                found[name] = _with_windows(arrays[name], entries, windows, place, c.num_pieces)
+                table, count = place.pages[1].page_table, len(h)
+                found[name] = with_windows(
+                    arrays[name], entries, windows, table, count, c.num_pieces
+                )
         return found
 
     def _reads(
@@ -213,23 +216,6 @@ class CompressedAttention(nn.Module):
 def _written(pool: jax.Array, entries: jax.Array, slots: jax.Array) -> jax.Array:  # [P, S, H]
     """The pool with entries [X, H] in these slots; the barrier keeps XLA from copying it."""
     return jax.lax.optimization_barrier(written(pool, entries, slots))
-
-
-def _with_windows(
-    pool: jax.Array,  # [P, S, H / pieces]
-    entries: jax.Array,  # [X, H]
-    windows: Windows,
-    place: _Place,
-    pieces: int,
-) -> jax.Array:  # [P, S, H / pieces]
-    """The pool with the entries of the windows that the step completes."""
-    size, decodes = pool.shape[1], jnp.arange(windows.num_decodes, dtype=jnp.int32)
-    rows = jnp.concatenate((decodes, len(decodes) + windows.row))
-    at = windows.number[:, None] * pieces + jnp.arange(pieces, dtype=jnp.int32)  # [X, pieces]
-    slots = place.pages[1].page_table[rows[:, None], at // size] * size + at % size
-    is_whole = windows.last[:, None] < len(place.rows.of_token)
-    slots = jnp.where(is_whole, slots, 0).reshape(-1)
-    return _written(pool, entries.reshape(len(slots), -1), slots)
 
 
 def _own_entries(
