@@ -18,7 +18,7 @@ from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.lib.arrangements import LANES, TILES
 from pallas_kernels.lib.checks import not_hopper
 from pallas_kernels.lib.page_scales import BITS
-from pallas_kernels.native.library import variants
+from pallas_kernels.native.library import missing
 from pallas_kernels.quantised_gemm.native import misfit_of
 
 PAGE_DTYPES = MappingProxyType({"bfloat16": jnp.dtype("bfloat16"), "fp8": BITS})
@@ -112,7 +112,7 @@ def _kept(config: EngineConfig, forms: Forms, platform: str) -> dict[str, Any]:
     """The fields of a model for weights that stay quantised, and the order that kernels read."""
     if platform != "cpu":
         return {"forms": forms, "arrangement": TILES.name if not_hopper() is None else None}
-    native = bool(variants())
+    native = missing() is None
     if config.cpu_weights == "auto":  # XLA dequantises a matrix of another form at each call
         forms = tuple((name, form) for name, form in forms if native and misfit_of(form) is None)
     elif config.cpu_weights == "float32":
