@@ -64,6 +64,7 @@ PROMPTS = {
     "qwen3.5, closed": Prompt("qwen3.5", {"enable_thinking": False}, ""),
     "deepseek-v3.1, opened": Prompt("deepseek-v3.1", {"thinking": True}, "hm</think>", "hm"),
     "deepseek-v3.1, closed": Prompt("deepseek-v3.1", {}, ""),
+    "deepseek-v4, opened": Prompt("deepseek-v4", {"thinking": True}, "hm</think>", "hm"),
     "deepseek-r1, opened": Prompt("deepseek-r1", {}, "hm\n</think>\n\n", "hm"),
     "smollm3, closed": Prompt("smollm3", {"enable_thinking": False}, ""),
     "gpt-oss, thinks": Prompt(
