@@ -37,8 +37,7 @@ def model_of(
     divided, or ``SourceError``.
     """
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
-    if (pages := page_dtype(config, model)) != model.config.dtype:
-        model = replace(model, config=model.config.with_pages(pages))
+    model = _with_pages(model, config)
     if config.enable_expert_parallel and not model.config.experts:
         raise ConfigError(
             f"enable_expert_parallel is on, but {model.architecture} has no experts; leave it out"
@@ -51,6 +50,21 @@ def model_of(
         source, forms = quantised_source(source, model, config.quantization)
         model = replace(model, **_kept(config, forms, platform))
     return source, model if devices == 1 else _divided(model, config, devices)
+
+
+def _with_pages(model: Model, config: EngineConfig) -> Model:
+    """The model with pages of ``kv_cache_dtype``; raises ``ConfigError`` if it can have none."""
+    if (pages := page_dtype(config, model)) == model.config.dtype:
+        return model
+    refused = f"kv_cache_dtype is {config.kv_cache_dtype}, but {model.architecture} "
+    if not any(model.state.bytes_per_entry):
+        raise ConfigError(f"{refused}has no KV cache; leave it out")
+    if (decoder := model.config.with_pages(pages)) is None:
+        raise ConfigError(
+            f"{refused}can keep its KV cache only in {model.config.dtype}, the dtype of the model; "
+            "leave it out"
+        )
+    return replace(model, config=decoder)
 
 
 def page_dtype(config: EngineConfig, model: Model) -> jnp.dtype:
