@@ -40,6 +40,7 @@ class PairForm:
     strings: Mapping[str, str]  # marks around strings
     read: Callable[[str], Any]  # the value that a text is; raises ``ValueError``
     texts: Mapping[str, str] = MappingProxyType({})  # marks around texts that have no escapes
+    quoted: regex.Pattern[str] | None = None  # a value in quotes that are no marks of strings
 
 
 _PYTHON = PairForm(
@@ -48,6 +49,12 @@ _PYTHON = PairForm(
     strings=MappingProxyType({mark: mark for mark in ('"""', "'''", '"', "'")}),
     read=read_python_value,
 )
+
+
+# In single quotes, as models write them though the dialect has none: they end where the object ends
+# or a key follows, so that the text may have commas, brackets and apostrophes.
+_ENDS_QUOTED = r"""'(?=\s*(?:\}|,\s*[^\s"'{}\[\],:]+\s*:))"""
+_QUOTED = regex.compile(rf"'(?P<text>(?:\\.|(?!{_ENDS_QUOTED}).)*+)'", regex.DOTALL)
 
 
 def dialect_form(args: Mapping[str, Any]) -> PairForm:
@@ -65,6 +72,7 @@ def dialect_form(args: Mapping[str, Any]) -> PairForm:
         strings={**texts, '"': '"'},
         read=lambda text: read_dialect(text, args),
         texts=texts,
+        quoted=_QUOTED,
     )
 
 
@@ -146,6 +154,10 @@ def _pair(source: Source, key: str, form: PairForm, arguments: _Arguments) -> Re
             yield from arguments.key(key)
             yield from _sent_text(source, regex.compile(regex.escape(end)))
             return
+    if form.quoted is not None and (found := (yield from source.read(form.quoted))):
+        yield from arguments.key(key)
+        yield CallArguments(argument_text(_unquoted(found)))
+        return
     nesting = Nesting(form.strings, in_list=True)
     text = yield from source.value(nesting)
     is_ended = source.text[source.at : source.at + 1] == "," or form.end.match(
@@ -156,6 +168,14 @@ def _pair(source: Source, key: str, form: PairForm, arguments: _Arguments) -> Re
     value = argument_text(form.read(text))
     yield from arguments.key(key)
     yield CallArguments(value)
+
+
+def _unquoted(found: regex.Match[str]) -> Any:
+    """The text of a value in single quotes, with Python's escapes if it is a string of Python."""
+    try:
+        return read_python_value(found[0])
+    except ValueError:
+        return found["text"]
 
 
 def tags(source: Source, name: str, args: Mapping[str, Any], schema: Any) -> Reading[None]:
