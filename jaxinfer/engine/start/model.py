@@ -21,6 +21,7 @@ from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.native.library import missing
 from pallas_kernels.quantised_gemm.native import misfit_of
 
+MANY_DEVICES = 16  # up to which an error names the numbers that can have a model
 PAGE_DTYPES = MappingProxyType({"bfloat16": jnp.dtype("bfloat16"), "fp8": BITS})
 
 if TYPE_CHECKING:
@@ -73,6 +74,26 @@ def page_dtype(config: EngineConfig, model: Model) -> jnp.dtype:
 
 
 def _divided(model: Model, config: EngineConfig, devices: int) -> Model:
+    """The model on several devices; raises ``ConfigError``, which names the numbers of devices that
+    can have it, since heads, experts and groups all count.
+    """
+    try:
+        return _parts(model, config, devices)
+    except ConfigError as error:
+        found = [str(n) for n in range(2, MANY_DEVICES + 1) if _is_divisible(model, config, n)]
+        sizes = f"choose {' or '.join(found)} as" if found else "leave out"
+        raise ConfigError(f"{error}; {sizes} tensor_parallel_size") from error
+
+
+def _is_divisible(model: Model, config: EngineConfig, devices: int) -> bool:
+    try:
+        _parts(model, config, devices)
+    except ConfigError:
+        return False
+    return True
+
+
+def _parts(model: Model, config: EngineConfig, devices: int) -> Model:
     """The model on several devices, with whole experts on each or a part of every expert.
 
     Raises ``ConfigError`` if it cannot be divided.
