@@ -139,6 +139,9 @@ LIST = '[{"name": "f", "arguments": {"n": 7}}]'
                 ("a:'it's, {b', n:7", {"a": "it's, {b", "n": 7}),
                 ("a:'b\\'c\\n, d'", {"a": "b'c\n, d"}),
                 ("a:'tis so,n:7", {"a": "'tis so", "n": 7}),
+                # without the first mark, or with another one
+                ("a:'b, c<|\"|>,n:7", {"a": "b, c", "n": 7}),
+                ("a:b c <|\"|>,n:7", {"a": "b c", "n": 7}),
             )
         ),
         ("gemma4", "<|tool_call>call:f{s:a b}<tool_call|>", Message(calls=(("f", {"s": "a b"}),))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -40,7 +40,7 @@ class PairForm:
     strings: Mapping[str, str]  # marks around strings
     read: Callable[[str], Any]  # the value that a text is; raises ``ValueError``
     texts: Mapping[str, str] = MappingProxyType({})  # marks around texts that have no escapes
-    quoted: regex.Pattern[str] | None = None  # a value in quotes that are no marks of strings
+    quoted: regex.Pattern[str] | None = None  # a text with other marks than those
 
 
 _PYTHON = PairForm(
@@ -51,10 +51,18 @@ _PYTHON = PairForm(
 )
 
 
-# In single quotes, as models write them though the dialect has none: they end where the object ends
-# or a key follows, so that the text may have commas, brackets and apostrophes.
-_ENDS_QUOTED = r"""'(?=\s*(?:\}|,\s*[^\s"'{}\[\],:]+\s*:))"""
-_QUOTED = regex.compile(rf"'(?P<text>(?:\\.|(?!{_ENDS_QUOTED}).)*+)'", regex.DOTALL)
+_ENDS_VALUE = r"""(?=\s*(?:\}|,\s*[^\s"'{}\[\],:]+\s*:))"""  # the object ends, or a key follows
+
+
+def _otherwise_quoted(ends: Collection[str]) -> regex.Pattern[str]:
+    """A text as models write it though the dialect has other marks: in single quotes, within which
+    there may be commas, brackets and apostrophes, or without the first mark of one of the ``ends``.
+    """
+    end = "|".join(map(regex.escape, ("'", *ends)))
+    last = "|".join(map(regex.escape, ends))
+    quoted = rf"'(?P<text>(?:\\.|(?!(?:{end}){_ENDS_VALUE}).)*+)(?:{end})"
+    bare = rf"""(?P<bare>[^\s"'{{}}\[\],](?:(?!{last})[^"{{}}\[\],])*+)(?:{last}){_ENDS_VALUE}"""
+    return regex.compile(f"{quoted}|{bare}" if ends else quoted, regex.DOTALL)
 
 
 def dialect_form(args: Mapping[str, Any]) -> PairForm:
@@ -72,7 +80,7 @@ def dialect_form(args: Mapping[str, Any]) -> PairForm:
         strings={**texts, '"': '"'},
         read=lambda text: read_dialect(text, args),
         texts=texts,
-        quoted=_QUOTED,
+        quoted=_otherwise_quoted((*texts.values(),)),
     )
 
 
@@ -171,11 +179,12 @@ def _pair(source: Source, key: str, form: PairForm, arguments: _Arguments) -> Re
 
 
 def _unquoted(found: regex.Match[str]) -> Any:
-    """The text of a value in single quotes, with Python's escapes if it is a string of Python."""
+    """The text of a value with other marks, with Python's escapes if it is a string of Python."""
     try:
         return read_python_value(found[0])
     except ValueError:
-        return found["text"]
+        groups = found.groupdict()
+        return groups["text"] if groups["text"] is not None else groups["bare"].rstrip()
 
 
 def tags(source: Source, name: str, args: Mapping[str, Any], schema: Any) -> Reading[None]:
