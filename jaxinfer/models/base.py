@@ -152,6 +152,8 @@ class Model:
         """
         kinds: dict[object, tuple[BlockSpec, Params]] = {}
         for i, layer in enumerate(self.own_config.layers):
+            if layer.is_empty:
+                continue
             own = self.own_params[f"layers_{i}"]
             leaves, structure = jax.tree.flatten(own)
             for block in (layer.mixer, layer.ffn):

@@ -68,7 +68,7 @@ without_images.inverse = _with_images
 
 
 def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
-    """Llama's parameters; those of layers that attend to images are their norms alone."""
+    """Llama's parameters; layers that attend to images have none."""
     first, *others = gqa_param_specs(config)
     (rows,) = first.sources
     source = rows._replace(shape=(config.vocab_size + _ROWS_OF_IMAGES, config.hidden_size))
@@ -81,7 +81,7 @@ FAMILY = ModelFamily(
     param_specs=_param_specs,
     ignored_tensors=(
         *GQA_IGNORED_TENSORS,
-        r"model\.layers\.\d+\.(cross_attn(_\w+)?|mlp)[._].*",
+        r"model\.layers\.\d+\.(cross_attn(_\w+)?|mlp|input_layernorm|post_attention_layernorm)[._].*",
     ),
     optional_prefix="language_model.",
 )

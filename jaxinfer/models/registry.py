@@ -30,8 +30,10 @@ from jaxinfer.nn.decoder_config import DecoderSpec
 
 _MODULES = (
     ("LlamaForCausalLM", "jaxinfer.models.llama"),
+    ("LLaMAForCausalLM", "jaxinfer.models.llama"),  # of older files
     ("MistralForCausalLM", "jaxinfer.models.llama"),
     ("Qwen2ForCausalLM", "jaxinfer.models.qwen2"),
+    ("MiMoForCausalLM", "jaxinfer.models.qwen2"),
     ("Qwen3ForCausalLM", "jaxinfer.models.qwen3"),
     ("GPT2LMHeadModel", "jaxinfer.models.gpt2"),
     ("Gemma3ForCausalLM", "jaxinfer.models.gemma3"),
@@ -103,6 +105,7 @@ _MODULES = (
     ("MiniMaxM3VLForCausalLM", "jaxinfer.models.minimax_m3"),
     ("Glm4MoeLiteForCausalLM", "jaxinfer.models.glm4_moe_lite"),
     ("ExaoneMoeForCausalLM", "jaxinfer.models.exaone_moe"),
+    ("ExaoneMoEForCausalLM", "jaxinfer.models.exaone_moe"),  # of the published files
     ("SolarOpenForCausalLM", "jaxinfer.models.solar_open"),
     ("AfmoeForCausalLM", "jaxinfer.models.afmoe"),
     ("FlexOlmoForCausalLM", "jaxinfer.models.flex_olmo"),
@@ -170,6 +173,9 @@ _MODULES = (
     ("ZayaForCausalLM", "jaxinfer.models.zaya"),
     ("ChameleonForConditionalGeneration", "jaxinfer.models.chameleon"),
     ("MuseGlimmerForConditionalGeneration", "jaxinfer.models.muse_glimmer"),
+    ("MiniCPMForCausalLM", "jaxinfer.models.minicpm"),
+    ("OrionForCausalLM", "jaxinfer.models.orion"),
+    ("DeciLMForCausalLM", "jaxinfer.models.nemotron_nas"),
     ("Step3p5ForCausalLM", "jaxinfer.models.step3p5"),
     ("Step3p7ForConditionalGeneration", "jaxinfer.models.step3p5"),
     ("Lfm3ForCausalLM", "jaxinfer.models.lfm3"),

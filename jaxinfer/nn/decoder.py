@@ -136,7 +136,7 @@ class DecoderLayer(nn.Module):
     def _norms(self, width: int) -> tuple[Norm, Norm | None, Norm, Norm | None]:
         """The norms before and after the mixer, before and after the feed-forward network."""
         own = self.norm
-        if own.kind == "layer_plain":
+        if own.kind == "layer_plain" or self.spec.is_empty:
             norms = [Norm(None, 0, own.eps, own.kind)] * 4
         elif own.kind == "rms_plain":
             norms = [_plain_norm(width, own)] * 4

@@ -272,6 +272,11 @@ class LayerSpec:
     parallel: bool = False
     on_norms: tuple[BlockFactors, BlockFactors] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """True if the layer lacks both blocks, and so all norms."""
+        return self.mixer.is_absent and self.ffn.is_absent
+
     def share(self, devices: int) -> LayerSpec:
         """One device's part of the layer: see ``MixerSpec``."""
         return replace(self, mixer=self.mixer.share(devices), ffn=self.ffn.share(devices))

@@ -57,7 +57,7 @@ NO_CASES = (
     *("embeddings", "reranker", "gguf_rope", "gguf_experts", "gguf_hybrid", "gguf_families"),
     "qwen3_5_long",
     "chameleon_swin",
-    "internlm2",  # under the model type of Llama
+    *("internlm2", "mimo", "minicpm", "orion", "nemotron_nas"),  # not in transformers
 )
 
 

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import nemotron_nas
 import torch
 from cases import CASES, rope_cases
 from deepseek import renamed, without_gates
@@ -126,6 +127,15 @@ DERIVED = {
     ),
     "bailing_hybrid": ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),
     "internlm2": ("attention_bias", "mlp_bias", "head_dim"),
+    "minicpm": (
+        *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+        *("attention_multiplier", "model_type"),
+    ),
+    "orion": (
+        *("layer_norm_eps", "partial_rotary_factor", "use_qkv_bias", "qk_layernorm"),
+        *("use_parallel_residual", "model_type"),
+    ),
+    "nemotron_nas": ("num_key_value_heads", "intermediate_size", "head_dim", "model_type"),
     "deepseek": (
         *("num_experts", "mlp_only_layers", "decoder_sparse_step", "qkv_bias", "layer_types"),
         *("shared_expert_intermediate_size", "use_sliding_window", "sliding_window"),
@@ -136,6 +146,12 @@ DERIVED = {
 GIVEN = {
     "bailing_hybrid_kinds": {"head_dim": 16},
     "internlm2": {"bias": True},
+    "mimo": {"model_type": "mimo", "attention_bias": True},
+    "minicpm": {
+        **{"model_type": "minicpm", "scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 8},
+    },
+    "orion": {"model_type": "orion", "rms_norm_eps": 1e-3},
+    "nemotron_nas": {"model_type": "nemotron-nas", "block_configs": nemotron_nas.BLOCKS},
     # transformers' modules of text alone rotate halves, whatever published files need
     **dict.fromkeys(("hy_v4", "hy_v4_groups"), {"rope_interleave": False}),
     "deepseek": {
@@ -151,6 +167,10 @@ ARCHITECTURES = {
     "deepseek": "DeepseekForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
     "iquestcoder": "IQuestCoderForCausalLM",
+    "mimo": "MiMoForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
+    "orion": "OrionForCausalLM",
+    "nemotron_nas": "DeciLMForCausalLM",
     "exaone": "ExaoneForCausalLM",
 }
 # Eager attention adds ALiBi of Falcon twice: to the mask, and to the scores.
@@ -269,6 +289,8 @@ def make(name: str, config: PreTrainedConfig) -> None:
     auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     attention = IMPLEMENTATIONS.get(name, "eager")
     model = auto.from_config(config, attn_implementation=attention).float().eval()
+    if name == "nemotron_nas":
+        nemotron_nas.change(model)
     generator = torch.Generator().manual_seed(SEEDS.get(name, 0))
     with torch.no_grad():
         randomise(model, generator)

@@ -16,7 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import nemotron_nas
 import torch
+from cases import CASES as GOLDEN_CASES
 from deepseek import facts_of_qwen2_moe, named_back
 from internlm2 import unpacked
 from make_golden import FLAT_WITH_IMAGES
@@ -120,6 +122,9 @@ CASES = (
     "mpt",
     "internlm2",
     "internlm3",
+    "minicpm",
+    "orion",
+    "nemotron_nas",
     "nanochat",
     "exaone",
     "gpt_bigcode",
@@ -162,6 +167,9 @@ CASES = (
     "zamba2",
 )
 
+# of which transformers has no class, and computes the same with the keys of another one
+AS_OTHERS = ("minicpm", "orion", "nemotron_nas")
+
 # where transformers has the outputs of the layers and not their inputs
 AFTER = ("mamba2", "falcon_mamba", "rwkv")
 
@@ -176,6 +184,9 @@ def make(name: str) -> None:
         facts["attention_bias"] = facts.pop("bias")
     if name == "deepseek":
         facts |= facts_of_qwen2_moe(facts)
+    if name in AS_OTHERS:
+        model_type, facts = GOLDEN_CASES[name]
+        facts = {"model_type": model_type, **facts}
     config = AutoConfig.for_model(facts.pop("model_type"), **facts)
     is_text = config.get_text_config() is config and config.model_type not in FLAT_WITH_IMAGES
     auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
@@ -184,10 +195,15 @@ def make(name: str) -> None:
         weights = unpacked(weights, config)
     if name == "deepseek":
         weights = named_back(weights)
-    with tempfile.TemporaryDirectory() as folder:  # which stacks the tensors of experts
-        config.save_pretrained(folder)
-        save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
-        model = auto.from_pretrained(folder, attn_implementation="eager")
+    if name == "nemotron_nas":
+        model = auto.from_config(config, attn_implementation="eager")
+        nemotron_nas.change(model)
+        model.load_state_dict(weights)
+    else:
+        with tempfile.TemporaryDirectory() as folder:  # which stacks the tensors of experts
+            config.save_pretrained(folder)
+            save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
+            model = auto.from_pretrained(folder, attn_implementation="eager")
     model = model.float().eval()
     ids = tensors["token_ids"][:1].long()
     out = model(ids, output_hidden_states=True, output_attentions=True)

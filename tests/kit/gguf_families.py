@@ -74,6 +74,13 @@ _MLA = {
     "attention.value_length_mla": 10,
     "rope.dimension_count": 8,
 }
+_DECI = [
+    {"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 48}},
+    {"attention": {"no_op": True}, "ffn": {"intermediate_size": 40}},
+    {"attention": {"no_op": True}, "ffn": {"no_op": True}},
+    {"attention": {"n_heads_in_group": 4}, "ffn": {"intermediate_size": 32}},
+]
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SOFT_CAPS = {
     "attn_logit_softcapping": 3.0,
     "final_logit_softcapping": 4.0,
@@ -215,6 +222,13 @@ CASES: dict[str, Case] = {
         "attention.sliding_window_pattern": [False, True, True, False],
         "rope.dimension_count": 16, "leading_dense_block_count": 1, "moe_every_n_layers": 1,
         "swiglu_clamp_exp": [0.0, 0.5, 0.0, 0.0], "swiglu_clamp_shexp": [0.0, 0.0, 0.75, 0.0]}),
+    "deci": Case("deci", "nemotron_nas",
+        {"block_configs": _DECI, "num_hidden_layers": 4, "rope_parameters": _PLAIN_ROPE},
+        {"attention.head_count": [4, 0, 0, 4], "attention.head_count_kv": [2, 0, 0, 1],
+        "feed_forward_length": [48, 40, 0, 32]}),
+    "minicpm": Case("minicpm", "minicpm", {"rope_parameters": _PLAIN_ROPE},
+        {"embedding_scale": 3.0, "residual_scale": 0.7 / 2**0.5, "logit_scale": 4.0}),
+    "orion": Case("orion", "orion", keys={"attention.layer_norm_epsilon": 1e-3}),
     "internlm2": Case("internlm2", "internlm2", {"bias": False}),
     "internlm3": Case("llama", "internlm3",
         {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}),
@@ -517,7 +531,7 @@ def _keys(c: HFConfig) -> dict[str, Any]:
 
 _LAYER_NORM = (
     *("cohere", "cohere2", "phi", "falcon", "stablelm", "gpt_neox", "nemotron", "olmo", "bloom"),
-    *("mpt", "jais2", "cohere2_moe", "dbrx"),
+    *("mpt", "jais2", "cohere2_moe", "dbrx", "orion"),
 )
 
 

@@ -30,6 +30,14 @@ def _by_pairs(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     yield name, tensor
 
 
+def _deci(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Pairs as Llama's, of the KV heads of each layer."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer and (group := c["block_configs"][int(layer[1])]["attention"].get("n_heads_in_group")):
+        c = {**c, "num_key_value_heads": c["num_attention_heads"] // group}
+    yield from _by_pairs(name, tensor, c)
+
+
 def _falcon(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     """Queries of all KV heads first, then keys, then values."""
     if "query_key_value" in name:
@@ -328,7 +336,8 @@ def _minimax_m3(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
 
 CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _plus_one),
-    **dict.fromkeys(("llama", "olmo", "mistral3", "deepseek"), _by_pairs),
+    **dict.fromkeys(("llama", "olmo", "mistral3", "deepseek", "minicpm"), _by_pairs),
+    "deci": _deci,
     "falcon": _prefixed(_falcon),
     "mpt": _prefixed(_as_is),
     "dbrx": _dbrx,

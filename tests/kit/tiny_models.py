@@ -40,6 +40,9 @@ _WITHOUT_EPS = MappingProxyType({k: v for k, v in _DECODER.items() if k != "rms_
 _WITHOUT_NETWORK = MappingProxyType(
     {key: value for key, value in _DECODER.items() if key != "intermediate_size"}
 )
+_WITHOUT_KV_AND_WIDTH = MappingProxyType(
+    {key: value for key, value in _WITHOUT_NETWORK.items() if key != "num_key_value_heads"}
+)
 _LAYER_NORM = MappingProxyType({**_WITHOUT_EPS, "layer_norm_eps": 1e-5})
 _OPT = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
@@ -198,6 +201,7 @@ CONFIGS = MappingProxyType(
             **_DECODER,
             "architectures": [
                 "LlamaForCausalLM",
+                "LLaMAForCausalLM",
                 "LlavaForConditionalGeneration",
                 "LlavaNextForConditionalGeneration",
             ],
@@ -503,6 +507,30 @@ CONFIGS = MappingProxyType(
             "qkv_bias": True,
         },
         "iquestcoder": {**_DECODER, "architectures": ["IQuestCoderForCausalLM"]},
+        "mimo": {
+            **_DECODER,
+            "architectures": ["MiMoForCausalLM"],
+            "attention_bias": True,
+        },
+        "minicpm": {
+            **_DECODER,
+            "architectures": ["MiniCPMForCausalLM"],
+            "scale_emb": 3.0,
+            "scale_depth": 0.7,
+            "dim_model_base": 8,
+        },
+        "orion": {**_DECODER, "architectures": ["OrionForCausalLM"]},
+        "nemotron_nas": {
+            **_WITHOUT_KV_AND_WIDTH,
+            "architectures": ["DeciLMForCausalLM"],
+            "num_hidden_layers": 4,
+            "block_configs": [
+                {"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 48}},
+                {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.5}},
+                {"attention": {"no_op": True}, "ffn": {"no_op": True}},
+                {"attention": {"n_heads_in_group": 4}, "ffn": {"no_op": True}},
+            ],
+        },
         "nanochat": {**_DECODER, "architectures": ["NanoChatForCausalLM"]},
         "exaone": {
             **{k: v for k, v in _WITHOUT_EPS.items() if k != "num_hidden_layers"},
@@ -840,7 +868,7 @@ CONFIGS = MappingProxyType(
         "exaone_moe": {
             **_DECODER,
             **_COUNTED_EXPERTS,
-            "architectures": ["ExaoneMoeForCausalLM"],
+            "architectures": ["ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"],
             "sliding_window": 7,
             "sliding_window_pattern": "LG",
         },
@@ -1451,6 +1479,9 @@ LIKE_OTHERS = (
         "internlm2",
         "internlm3",
         "iquestcoder",
+        "mimo",
+        "minicpm",
+        "orion",
         "nanochat",
         "exaone",
         "gpt_bigcode",

@@ -110,7 +110,8 @@ class GGUFCheckpoint:
                     for kind, matrix in pair or [("", expert)]:
                         self._add(name.format(number, kind), Plain(matrix))
             else:
-                heads = hf_config[table.interleaved[stem]] if stem in table.interleaved else 0
+                # their number may differ between layers
+                heads = tensor.shape[0] // _head_dim(hf_config) if stem in table.interleaved else 0
                 self._add(name, Plain(tensor, heads, stem in table.transposed))
         for (name, joined), members in parts.items():
             if name not in self.tensors:  # some files of DeepSeek have attn_kv_b as well
@@ -190,6 +191,11 @@ def _check_experts(header: GGUFHeader, count: int) -> None:
             f"{header.path} has at least {count} matrices of experts, and at most "
             f"{3 * MAX_ALL_EXPERTS} are supported; use another file"
         )
+
+
+def _head_dim(hf_config: Mapping[str, Any]) -> int:
+    """The width of a query or a key."""
+    return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
 
 def _joined(

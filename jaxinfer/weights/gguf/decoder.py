@@ -24,8 +24,9 @@ def decoder_config(
     """The keys of config.json of decoders whose heads have keys and values of their own width.
 
     With ``partial`` heads may rotate in part; without ``dense`` the file may lack the width of
-    dense networks; with ``scaled`` the caller reads the scale of scores, with ``value_dim`` the
-    width of values; with ``heads`` and ``kv_heads`` it has read their numbers. ``eps`` is the key
+    dense networks, or the caller has read it; with ``scaled`` the caller reads the scale of scores,
+    with ``value_dim`` the width of values; with ``heads`` and ``kv_heads`` it has read their
+    numbers. ``eps`` is the key
     of the epsilon, by default of RMS norms, others are of LayerNorms; ``activations`` are names of
     the one that llama.cpp computes, Hugging Face's first. Raises ``CheckpointError`` for a value
     that is not supported, and ``UnknownArchitectureError`` for experts, if no key of theirs was
@@ -49,9 +50,10 @@ def decoder_config(
         words = f"must be an even number up to {head_dim}, the width of a head"
         meta.refuse("rope.dimension_count", rotated, words)
     width = "feed_forward_length"
+    has_width = dense or (meta.has(width) and not meta.is_read(width))
     return {
         "hidden_size": hidden_size,
-        **({"intermediate_size": meta.count(width)} if dense or meta.has(width) else {}),
+        **({"intermediate_size": meta.count(width)} if has_width else {}),
         "num_hidden_layers": meta.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or meta.count("attention.head_count_kv", heads),

@@ -107,6 +107,36 @@ def _muse_glimmer(meta: ArchitectureMetadata) -> Mapping[str, Any]:
     return {**kinds, "layer_rope_theta": own, "qk_scale_factor": factor}
 
 
+def _deci(meta: ArchitectureMetadata) -> Mapping[str, Any]:
+    """Nemotron-NAS: the heads and the width of each layer, 0 without attention or a network."""
+    names = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    lists = [meta.counts(name) for name in names]
+    most, blocks = max(lists[0]), list[Any]()
+    for heads, kv_heads, width in zip(*lists, strict=True):
+        if heads not in (0, most) or (heads and (not kv_heads or heads % kv_heads)):
+            words = "must be 0 or the same number in each layer, a multiple of its KV heads"
+            meta.refuse(names[0], lists[0], words, "use another model")
+        attention = {"n_heads_in_group": heads // kv_heads} if heads else {"no_op": True}
+        network = {"intermediate_size": width} if width else {"no_op": True}
+        blocks.append({"attention": attention, "ffn": network})
+    return {
+        **{"num_attention_heads": most, "num_key_value_heads": most},
+        "block_configs": blocks,
+    }
+
+
+def _minicpm(meta: ArchitectureMetadata) -> Mapping[str, Any]:
+    """MiniCPM's factors; files that lack them are of the first models, which share them."""
+    width, layers = meta.count("embedding_length"), meta.num_layers
+    depth, scale = meta.number_if_set("residual_scale"), meta.number_if_set("logit_scale")
+    return {
+        "scale_emb": meta.number_if_set("embedding_scale") or 12.0,
+        # the file has a float32 of a short number by the root
+        "scale_depth": 1.4 if depth is None else round(depth * layers**0.5, 6),
+        "dim_model_base": 256 if scale is None else round(width / scale),
+    }
+
+
 def _mistral3(meta: ArchitectureMetadata) -> dict[str, Any]:
     """Ministral 3, whose queries grow with positions; without that key the text of Mistral 3."""
     growth = meta.number_if_set("attention.temperature_scale")
@@ -290,6 +320,27 @@ DENSE_FAMILIES: Mapping[str, Any] = MappingProxyType(
         # its converter gives q, k and v tensors of their own, in Llama's order
         "internlm2": Family("LlamaForCausalLM", "llama", present=LLAMA_BIASES, data_layouts=BOTH),
         "exaone": Family("ExaoneForCausalLM", "exaone", present=LLAMA_BIASES),
+        "deci": Family(
+            "DeciLMForCausalLM",
+            "nemotron-nas",
+            options={"dense": False},
+            present=LLAMA_BIASES,
+            data_layouts=BOTH,
+            readers=(_deci,),
+        ),
+        "minicpm": Family(
+            "MiniCPMForCausalLM",
+            "minicpm",
+            present={"attention_bias": "attn_q.bias"},
+            data_layouts=BOTH,
+            readers=(_minicpm,),
+        ),
+        "orion": Family(
+            "OrionForCausalLM",
+            "orion",
+            options=_LAYER_NORM,
+            renamed={"layer_norm_eps": "rms_norm_eps"},
+        ),
         "seed_oss": Family(
             "SeedOssForCausalLM",
             "seed_oss",

@@ -164,6 +164,15 @@ class ArchitectureMetadata:
             one.startswith("blk.") and one.split(".", 2)[2] == name for one in self.header.tensors
         )
 
+    def _empty_blocks(self) -> set[str]:
+        """The blocks that have neither heads nor a network, of a file that lists both."""
+        keys = ("attention.head_count", "feed_forward_length")
+        heads, widths = (self.header.metadata.get(self._prefix + key) for key in keys)
+        if not isinstance(heads, list) or not isinstance(widths, list):
+            return set()
+        pairs = zip(heads, widths, strict=False)
+        return {str(i) for i, (one, width) in enumerate(pairs) if one == width == 0}
+
     @property
     def num_layers(self) -> int:
         """``block_count`` without the prediction layers, which are the last blocks.
@@ -181,7 +190,7 @@ class ArchitectureMetadata:
             {str(i) for i in blocks}
             for blocks in (range(count - predictions), range(count - predictions, count))
         )
-        if present - further != needed:
+        if present - further != needed - (self._empty_blocks() - present):
             raise CheckpointError(
                 f"{self.header.path} says it has {count} blocks but holds tensors of "
                 f"{len(present)}; download it again"

@@ -71,8 +71,7 @@ class NameTable:
     model: Mapping[str, str]
     layer: Mapping[str, str]
     layer_prefix: str
-    # stems whose rows are permuted for interleaved rope, with the config key of their heads
-    interleaved: Mapping[str, str] = MappingProxyType({})
+    interleaved: tuple[str, ...] = ()  # stems whose rows are permuted for interleaved rope
     transposed: tuple[str, ...] = ()  # stems of weights that Hugging Face stores [in, out]
     # of a layer's tensors without ".weight" and ".bias" in Hugging Face's names, by full names
     bare: Mapping[str, str] = MappingProxyType({})

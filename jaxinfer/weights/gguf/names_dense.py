@@ -45,9 +45,7 @@ def plus_one(*stems: str) -> dict[str, Layout]:
     return {f"{stem}.weight": "norm" for stem in stems}
 
 
-LLAMA = replace(
-    DECODER, interleaved={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-)
+LLAMA = replace(DECODER, interleaved=("attn_q", "attn_k"))
 _ARCEE = replace(LLAMA, layer=_without(LLAMA, "ffn_gate"))
 _OLMO2 = replace(
     DECODER,
@@ -272,6 +270,9 @@ DENSE_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "arcee": _ARCEE,
         "ernie4_5": DECODER,
         "exaone": _EXAONE,
+        "nemotron-nas": LLAMA,
+        "minicpm": LLAMA,
+        "orion": DECODER,
         "seed_oss": _SEED_OSS,
         "starcoder2": _STARCODER2,
         "gpt_bigcode": _STARCODER,
