@@ -1556,7 +1556,9 @@ def tiny_model(name: str, dtype: str = "float32") -> tuple[Model, Params]:
     """
     model = build_model(CONFIGS[name.removesuffix(FP8)], dtype)
     if name.endswith(FP8):
-        model = replace(model, config=model.config.with_pages(BITS))
+        decoder = model.config.with_pages(BITS)
+        assert decoder is not None
+        model = replace(model, config=decoder)
     return model, random_params(model)
 
 
