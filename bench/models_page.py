@@ -45,6 +45,7 @@ GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
         "starcoder": "gpt_bigcode",
         "command-r": "cohere",
         "muse-glimmer": "muse_glimmer",
+        "deci": "nemotron_nas",
         "step35": "step3p5",
         "qwen2vl": "qwen2",
         "qwen3vl": "qwen3",

@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
-from jaxinfer.models.names import LLAMA, TensorNames
-from jaxinfer.models.params import ParamSpec, as_is, join, join_outputs, stack, transposed
+from jaxinfer.models.names import LLAMA, NormSources, TensorNames
+from jaxinfer.models.params import ParamSpec, as_is, join, join_outputs, transposed
 from jaxinfer.models.sources import ArraySpec, PackedHeads, RotaryRows, Source
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
@@ -150,28 +149,6 @@ def with_mixers(decoder: DecoderSpec, mixers: Mapping[int, MixerSpec]) -> Decode
     for i, mixer in mixers.items():
         layers[i] = replace(layers[i], mixer=mixer)
     return replace(decoder, layers=tuple(layers))
-
-
-class NormSources(NamedTuple):
-    """The names of a layer's norms in order, and the functions that build one and several.
-
-    ``after`` are the names in layers whose norms are after their blocks, if those of others are
-    before them.
-    """
-
-    names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    one: Callable[..., np.ndarray] = as_is
-    several: Callable[..., np.ndarray] = stack
-    after: tuple[str, ...] = ()
-
-    def of_layer(self, layer: LayerSpec) -> tuple[str, ...]:
-        """The names of a layer's norms; of two, that of a block which it lacks is not there."""
-        if self.after and layer.norms == "after":
-            return self.after
-        if len(self.names) != 2:
-            return self.names
-        pairs = zip(self.names, (layer.mixer, layer.ffn), strict=True)
-        return tuple(name for name, block in pairs if not block.is_absent)
 
 
 PRE_NORMS = NormSources()
@@ -319,11 +296,8 @@ def _layer_specs(
         linears += dense_linears(ffn, d, names=names)
     weights, biases = linear_specs(path, source, linears)
     yield from weights
-    tensors = tuple(
-        f"{name}.{kind}"
-        for name in norms.of_layer(config.layers[index])
-        for kind in _NORM_TENSORS[config.norm]
-    )
+    kinds, own = _NORM_TENSORS[config.norm], norms.of_layer(config.layers[index])
+    tensors = tuple(f"{name}.{kind}" for name in own for kind in kinds)
     if tensors:
         yield _norm_stack(path + "norms", source, tensors, d, config, norms)
     yield from biases

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import zip_longest
 from typing import NamedTuple
+
+import numpy as np
+
+from jaxinfer.models.params import as_is, stack
+from jaxinfer.nn.decoder_config import LayerSpec
 
 
 class TensorNames(NamedTuple):
@@ -39,3 +46,22 @@ class TensorNames(NamedTuple):
 
 LLAMA = TensorNames()
 PLAIN = TensorNames(into=("mlp.up_proj",))  # without a gate
+
+
+class NormSources(NamedTuple):
+    """The names of a layer's norms in order, and the functions that build one and several.
+
+    ``after`` are the names in layers whose norms are after their blocks, if those of others are
+    before them.
+    """
+
+    names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    one: Callable[..., np.ndarray] = as_is
+    several: Callable[..., np.ndarray] = stack
+    after: tuple[str, ...] = ()
+
+    def of_layer(self, layer: LayerSpec) -> tuple[str, ...]:
+        """The names of a layer's norms; of two, that of a block which it lacks is not there."""
+        names = self.after if self.after and layer.norms == "after" else self.names
+        blocks = (layer.mixer, layer.ffn) if len(names) == 2 else ()
+        return tuple(n for n, own in zip_longest(names, blocks) if not (own and own.is_absent))

@@ -36,6 +36,7 @@ OP_NAMES = (
     "all_reduce_norm",
     "append_decode",
     "block_topk",
+    "compressed_attention",
     "delta_decode",
     "delta_prefill",
     "experts",

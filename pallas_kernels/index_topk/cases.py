@@ -35,7 +35,8 @@ class IndexCase(PagedCase):
         return np.concatenate((own, np.full(self.padding, len(self.seq_lens)))).astype(np.int32)
 
 
-DEEPSEEK_V32, GLM_5 = Heads(64, 1, 128), Heads(32, 1, 128)
+DEEPSEEK_V32 = DEEPSEEK_V4 = Heads(64, 1, 128)  # of V4 a position is a compressed entry
+GLM_5 = Heads(32, 1, 128)
 
 
 def steps(model: str, **sizes: Any) -> tuple[dict[str, Any], ...]:
@@ -85,8 +86,18 @@ CASES = (
         dtype="bfloat16",
         tags=("full",),
     ),
+    IndexCase(  # compressed entries of a context of 2,400 tokens
+        name="v4_bf16",
+        heads=DEEPSEEK_V4,
+        seq_lens=(600, 513),
+        query_lens=(2, 1),
+        top_k=512,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
     *(IndexCase(**step) for step in steps("v3_2", heads=DEEPSEEK_V32, top_k=2048)),
     *(IndexCase(**step) for step in steps("glm_5", heads=GLM_5, top_k=2048)),
+    *(IndexCase(**step) for step in steps("v4", heads=DEEPSEEK_V4, top_k=512)),
 )
 
 

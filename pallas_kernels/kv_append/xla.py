@@ -34,8 +34,16 @@ def written(
     new: jax.Array,  # [T, ...]
     slots: jax.Array,  # int32[T]
 ) -> jax.Array:  # [P, S, ...]
-    """The pool with each token's values at its slot, in the pool's dtype."""
+    """The pool with each token's values at its slot, in the pool's dtype; page 0 is not written.
+
+    Where indices may be equal, XLA's kernel for GPUs writes values of less than 32 bits with a
+    compare-and-swap of two or four of them, and those of one slot wait for each other. A layer of
+    DeepSeek-V4 with 64 rows, 1,024 pieces in one slot of page 0, took 3.7 ms (H200), by its other
+    kernels at most 0.3: a conclusion from XLA's source, not measured alone.
+    """
     # Indexing a pool reshaped to [P * S, ...] would be simpler, but makes XLA copy the whole pool.
     page_size = jnp.int32(pages.shape[1])
     page, offset = jax.lax.div(slots, page_size), jax.lax.rem(slots, page_size)
-    return pages.at[page, offset].set(new.astype(pages.dtype), mode="promise_in_bounds")
+    outside = len(pages) + jnp.arange(len(slots), dtype=jnp.int32)
+    page = jnp.where(page == 0, outside, page)
+    return pages.at[page, offset].set(new.astype(pages.dtype), mode="drop", unique_indices=True)

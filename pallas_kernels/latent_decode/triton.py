@@ -32,9 +32,9 @@ def _split_size(last, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def attend_block(
     q_latent,  # [HEADS, C]
-    q_rope,  # [HEADS, R]
+    q_rope,  # [HEADS, R]; None if latents are whole keys
     latents,  # [BLOCK, C]
-    k_rope,  # [BLOCK, R]
+    k_rope,  # [BLOCK, R]; None with ``q_rope``
     visible,  # bool[BLOCK]: at least one, unless m_i is finite
     m_i,  # float32[HEADS]: largest score so far
     l_i,  # float32[HEADS]: sum of exp2(score - m_i)
@@ -42,7 +42,9 @@ def attend_block(
     SCALE: tl.constexpr,  # of scores, times log2(e)
 ):
     scores = tl.dot(q_latent, tl.trans(latents), input_precision="ieee")
-    scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee") * SCALE
+    if q_rope is not None:
+        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+    scores = scores * SCALE
     scores = tl.where(visible[None, :], scores, float("-inf"))
     m_ij = tl.maximum(m_i, tl.max(scores, 1))
     alpha = tl.exp2(m_i - m_ij)

@@ -37,6 +37,22 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
+def last_chosen(
+    slots,  # int32[K] of the token
+    start,
+    stop,
+    SCAN: tl.constexpr,
+):
+    """The index behind the last chosen slot of these, of which a short context has few."""
+    end = start
+    for first in range(start, stop, SCAN):
+        index = first + tl.arange(0, SCAN)
+        slot = tl.load(slots + index, mask=index < stop, other=-1)
+        end = tl.maximum(end, tl.max(tl.where(slot >= 0, index + 1, 0), 0))
+    return end
+
+
+@triton.jit
 def _attend_split(
     q_latent,  # [T, N, C]
     q,  # [T, N, D + R], of which the last R are read
@@ -69,11 +85,7 @@ def _attend_split(
     start = split * per_split
     stop = tl.minimum(start + per_split, num_slots)
     own = slots + token * num_slots
-    end = start  # behind the last one: a short context has few
-    for first in range(start, stop, SCAN):
-        index = first + tl.arange(0, SCAN)
-        slot = tl.load(own + index, mask=index < stop, other=-1)
-        end = tl.maximum(end, tl.max(tl.where(slot >= 0, index + 1, 0), 0))
+    end = last_chosen(own, start, stop, SCAN)
 
     components = tl.arange(0, RANK)
     rope_components = tl.arange(0, ROPE)
@@ -122,7 +134,7 @@ def _attend_split(
 
 
 @triton.jit
-def _merge_splits(
+def merge_splits(
     accs,  # float32[T, SPLITS, N, C]
     m_l,  # float32[T, SPLITS, 2, N]: m_i, l_i
     out,  # [T, N, C]
@@ -143,7 +155,8 @@ def _merge_splits(
     l_i = tl.load(at_m + NUM_HEADS, mask=is_split, other=0.0)
     weights = tl.exp2(m_i - tl.max(m_i, 0))
     at_acc = accs + (at_split * NUM_HEADS + head)[:, None] * RANK + components[None, :]
-    acc = tl.load(at_acc, mask=is_split[:, None], other=0.0)
+    # a split without entries may have left its sums unwritten
+    acc = tl.load(at_acc, mask=(l_i > 0.0)[:, None], other=0.0)
     l_sum = tl.sum(l_i * weights, 0)
     mean = tl.sum(acc * weights[:, None], 0) / tl.where(l_sum == 0.0, 1.0, l_sum)
     at_out = out + (token * NUM_HEADS + head) * RANK + components
@@ -169,15 +182,17 @@ def launch_with(config: launch.TritonConfig, args: SparseLatentArgs) -> jax.Arra
         positions: jax.Array,  # int32[W, K]
     ) -> jax.Array:  # [W, N, V]
         absorbed = by_heads("WND,NDC->WNC", q[..., : k_up.shape[1]], k_up)
-        mixed = _attended(config, args, absorbed, q, _slots(args, rows, positions))
+        slots = slots_at(args.page_table, args.pages.shape[1], rows, positions)
+        mixed = _attended(config, args, absorbed, q, slots)
         return by_heads("WNC,NVC->WNV", mixed, v_up)
 
     most = launch.MOST_TOKENS
     return by_tiles(of_tile, (args.q, args.rows, args.positions), most, cap=most)
 
 
-def _slots(
-    args: SparseLatentArgs,
+def slots_at(
+    page_table: jax.Array,  # int32[B, M]
+    page_size: int,
     rows: jax.Array,  # int32[W]
     positions: jax.Array,  # int32[W, K]
 ) -> jax.Array:  # int32[W, K]
@@ -186,8 +201,8 @@ def _slots(
     A kernel of XLA computes them: reads that wait for a page, which waits for a position, would be
     one level more than the compiler reads ahead. Layers with the same choice share the result.
     """
-    at, size = jnp.maximum(positions, 0), jnp.int32(args.pages.shape[1])
-    pages = args.page_table.at[rows[:, None], jax.lax.div(at, size)].get(mode="clip")
+    at, size = jnp.maximum(positions, 0), jnp.int32(page_size)
+    pages = page_table.at[rows[:, None], jax.lax.div(at, size)].get(mode="clip")
     return jnp.where(positions < 0, -1, pages * size + jax.lax.rem(at, size))
 
 
@@ -235,7 +250,7 @@ def _attended(
     return jt.triton_call(
         out,
         m_l,
-        kernel=_merge_splits,
+        kernel=merge_splits,
         out_type=absorbed,
         grid=(n, rank // merge.components, w),
         num_warps=4,

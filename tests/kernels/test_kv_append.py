@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.append_decode.attend_xla import attend
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
+from pallas_kernels.kv_append.xla import written
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 
 TOKENS, POOL = (4, 3, 64), (512, 16, 3, 64)
@@ -61,6 +63,17 @@ def test_values_take_the_dtype_of_the_pages() -> None:
     k_pages, _ = kv_append(_args(k, k, pages, pages, jnp.array([6])))
     assert k_pages.dtype == jnp.bfloat16
     assert (k_pages[1, 2] == jnp.bfloat16(1 / 3)).all()
+
+
+def test_padding_is_not_written() -> None:
+    """XLA's kernel for GPUs takes slots to be different: equal ones wait for each other."""
+    pages, slots = jnp.full((3, 2, 4), 7, jnp.bfloat16), jnp.array([0, 3, 1, 0, 4], jnp.int32)
+    new = jnp.arange(20, dtype=jnp.float32).reshape(5, 4)
+    out = np.asarray(written(pages, new, slots), np.float32)
+    assert (out[0] == 7).all() and (out[2, 1] == 7).all()
+    np.testing.assert_array_equal(out[[1, 2], [1, 0]], new[jnp.array([1, 4])])
+    traced = jax.jit(written).trace(pages, new, slots)
+    assert "unique_indices = true" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(

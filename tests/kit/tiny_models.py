@@ -728,6 +728,36 @@ CONFIGS = MappingProxyType(
             "hc_mult": 3,
             "swiglu_limit": 1.0,
         },
+        "glm5_next": {
+            **{key: value for key, value in _LATENT.items() if not key.startswith("rope")},
+            **_INDEXER,
+            "architectures": ["Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"],
+            "model_type": "glm5_next_text",
+            "num_hidden_layers": 4,
+            "q_lora_rank": 20,
+            "qk_rope_head_dim": 0,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "layer_types": ["linear_attention", *["deepseek_sparse_attention"] * 3],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "index_topk": 8,
+            "index_kpool": 4,
+            "linear_attn_config": {"num_heads": 4, "head_dim": 8, "gate_lower_bound": -2.0},
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 3,
+            "swiglu_limit": 1.0,
+        },
+        "xlstm": {
+            "architectures": ["xLSTMForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "v_dim_factor": 0.5,
+            "ffn_proj_factor": 1.5,
+            "gate_soft_cap": 3.0,
+            "norm_eps": 1e-5,
+        },
         "deepseek_v4": {
             "architectures": ["DeepseekV4ForCausalLM"],
             "vocab_size": VOCAB_SIZE,
@@ -1584,7 +1614,7 @@ LIKE_OTHERS = (
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
     *("apertus1p5", "zamba", "zamba2", "kolibri1", "lara_mini", "molmo2"),
     *("deepseek_v32", "axk2", "mistral_large4", "hy_v4"),  # as glm_moe_dsa
-    "deepseek_v4",
+    *("deepseek_v4", "glm5_next", "xlstm"),
     *("chatglm", "telechat2", "telechat3", "teleflm", "openpangu", "openpangu_ultra", "plamo3"),
     *("param2moe",),
     "step3",  # attention as llama's, after a latent as deepseek_v3's
@@ -1607,7 +1637,7 @@ WITH_STATE = (
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
-    *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4"),
+    *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4", "glm5_next", "xlstm"),
 )
 
 # of Zamba's blocks, without which scores are so large that rounding decides
@@ -1622,7 +1652,9 @@ def tiny_model(name: str, dtype: str = "float32") -> tuple[Model, Params]:
     """
     model = build_model(CONFIGS[name.removesuffix(FP8)], dtype)
     if name.endswith(FP8):
-        model = replace(model, config=model.config.with_pages(BITS))
+        decoder = model.config.with_pages(BITS)
+        assert decoder is not None
+        model = replace(model, config=decoder)
     return model, random_params(model)
 
 

@@ -112,6 +112,7 @@ READ_BY = {
     "mistral_large4": {*("moe_intermediate_size", "num_local_experts", "final_logit_softcapping")},
     "hy_v4": {"moe_intermediate_size", "num_local_experts"},
     "deepseek_v4": {"moe_intermediate_size", "num_local_experts"},
+    "glm5_next": {"moe_intermediate_size", "num_local_experts"},
     "glm4_moe_lite": {"moe_intermediate_size", "num_local_experts"},
     "exaone_moe": {*_COUNTS, "moe_intermediate_size", "sliding_window_pattern"},
     "solar_open": {"moe_intermediate_size", "num_local_experts"},

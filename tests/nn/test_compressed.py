@@ -15,7 +15,6 @@ import pytest
 
 from jaxinfer.nn.context import Angles, Pages, Rows, Saves, StepContext, dense_context
 from jaxinfer.nn.linear import Norm, Stream
-from jaxinfer.nn.mixers.compressed import Pool, attended
 from jaxinfer.nn.mixers.compressed_spec import (
     CompressedAttentionConfig,
     CompressorConfig,
@@ -23,6 +22,7 @@ from jaxinfer.nn.mixers.compressed_spec import (
 )
 from jaxinfer.nn.rope import RopeConfig, rope_tables
 from jaxinfer.nn.state import state_layout
+from pallas_kernels.compressed_attention.api import CompressedAttentionArgs, compressed_attention
 from pallas_kernels.harness.pins import ALL_XLA
 
 D, LENGTH, WINDOW = 24, 53, 7
@@ -352,18 +352,21 @@ def test_entries_of_many_blocks() -> None:
         pool[table[row]] = own.reshape(pages, size, -1)
     q = rng.standard_normal((tokens, heads, width)).astype(np.float32)
     sinks, near = np.array([0.5, -1.0], np.float32), np.zeros((1, 1, width), np.float32)
-    found = attended(
-        jnp.asarray(q),
-        Pool(jnp.asarray(near), jnp.zeros((2, 1), jnp.int32)),
-        Pool(jnp.asarray(pool), jnp.asarray(table)),
-        jnp.asarray(lens, jnp.int32),
-        jnp.asarray(sinks),
-        jnp.asarray(rows, jnp.int32),
-        jnp.full(tokens, -1, jnp.int32),
+    int32 = lambda values: jnp.asarray(values, jnp.int32)  # noqa: E731
+    args = CompressedAttentionArgs(
+        q=jnp.asarray(q),
+        pages=jnp.asarray(near),
+        page_table=jnp.zeros((2, 1), jnp.int32),
+        sinks=jnp.asarray(sinks),
+        rows=int32(rows),
+        last=jnp.full(tokens, -1, jnp.int32),
+        far_pages=jnp.asarray(pool),
+        far_table=int32(table),
+        reads=int32(lens),
         window=1,
-        at_once=128,
         scale=0.5,
     )
+    found = compressed_attention(args)
     for t in range(tokens):
         entries = held[rows[t], : lens[t]]
         scores = np.concatenate((q[t] @ entries.T * 0.5, sinks[:, None]), axis=1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.block import StepShape
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.mixers.chunks import most_chunks
-from jaxinfer.nn.mixers.compressed_spec import TILE_BYTES, CompressedAttentionConfig
+from jaxinfer.nn.mixers.compressed_spec import CompressedAttentionConfig
 from jaxinfer.nn.mixers.convolved_spec import ConvolvedAttentionConfig
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
@@ -24,10 +24,13 @@ from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.mixers.lightning_spec import LightningConfig
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
 from jaxinfer.nn.mixers.mamba_spec import MambaConfig
+from jaxinfer.nn.mixers.pooled_latent_spec import PooledLatentConfig
 from jaxinfer.nn.mixers.rg_lru_spec import RgLruConfig
 from jaxinfer.nn.mixers.rwkv_spec import SHIFT, ChannelMixConfig, TimeMixConfig
 from pallas_kernels.block_topk import api as block_topk
 from pallas_kernels.block_topk.ref import BlockTopkArgs
+from pallas_kernels.compressed_attention import api as compressed_attention
+from pallas_kernels.compressed_attention.ref import CompressedAttentionArgs
 from pallas_kernels.delta_prefill import api as delta_prefill
 from pallas_kernels.harness.registry import KernelOp, workspace_of
 from pallas_kernels.index_topk import api as index_topk
@@ -37,7 +40,6 @@ from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.lib.chunk_scan import CHUNK
 from pallas_kernels.lib.latent_pages import ROPE_DTYPE, num_groups
 from pallas_kernels.lib.page_scales import BITS
-from pallas_kernels.lib.token_tiles import tile_width
 from pallas_kernels.paged_prefill import api as paged_prefill
 from pallas_kernels.paged_prefill.ref import FEW_TOKENS, PrefillArgs
 from pallas_kernels.short_conv import api as short_conv
@@ -127,7 +129,7 @@ def indexed_latent_bytes(config: IndexedLatentConfig, step: StepShape) -> int:
         pages=of((1, 16, c.rank if is_scaled else c.entry_dim), c.page_dtype or dtype),
         page_table=table,
         rows=rows,
-        positions=of((tokens, c.top_k), jnp.int32),
+        positions=of((tokens, c.most_tokens), jnp.int32),
         scales=of((1, 16, num_groups(c.rank)), jnp.float32) if is_scaled else None,
         rope_pages=of((1, 16, c.rope_dim), ROPE_DTYPE) if is_scaled else None,
         scale=c.scale,
@@ -141,11 +143,23 @@ def indexed_latent_bytes(config: IndexedLatentConfig, step: StepShape) -> int:
             page_table=table,
             rows=rows,
             lens=rows,
-            top_k=c.top_k,
+            top_k=c.top_k // c.tokens_per_key,
         )
         ops.append((index_topk.OP, among))
     found = (workspace_of(op, step.platform, args, step.pins.of(op.name)) for op, args in ops)
-    return max(found) + 4 * tokens * c.top_k
+    return max(found) + 4 * tokens * c.most_tokens
+
+
+def pooled_latent_bytes(config: PooledLatentConfig, step: StepShape) -> int:
+    """The same, and the keys and gates of pools in float32, as they are gathered, and their weights
+    (``windows.compressed``).
+    """
+    found, c = indexed_latent_bytes(config, step), config
+    if c.indexer is None:
+        return found
+    tokens = step.x.shape[0]
+    pools = tokens // c.pool + 2 * step.num_prompts
+    return found + 4 * c.indexer.head_dim * (5 * (tokens + c.pool * pools) + 9 * pools)
 
 
 def indexed_attention_bytes(config: IndexedAttentionConfig, step: StepShape) -> int:
@@ -183,37 +197,50 @@ def indexed_attention_bytes(config: IndexedAttentionConfig, step: StepShape) -> 
 
 
 def compressed_bytes(config: CompressedAttentionConfig, step: StepShape) -> int:
-    """The entries that a tile of tokens gathers, their scores and weights; the queries, outputs and
-    keys of all tokens and their forms in float32; and the values and gates of windows.
+    """The bytes that attention and a choice allocate, for any length of context; the queries,
+    outputs and keys of all tokens and their forms in float32; and the values and gates of windows.
     """
     of: Any = jax.ShapeDtypeStruct
     c, own, (tokens, dtype) = config, config.compressor, (step.x.shape[0], step.x.dtype)
-    count = c.entries_at_once
-    tile = tile_width(tokens, TILE_BYTES // (4 * c.head_dim * count))
-    heads = c.num_heads * c.head_dim
-    tiles = tile * (3 * 4 * count * (c.head_dim + c.num_heads) + 4 * 4 * heads)
-    queries = tokens * heads * (4 + 2 * dtype.itemsize)
-    if own is None:
-        return tiles + queries
+    rows, table = of((tokens,), jnp.int32), of((tokens, MOST_PAGES), jnp.int32)
+    index = None if own is None else own.indexer
+    far: dict[str, Any] = {}
+    if own is not None:
+        far = {"far_pages": of((1, 16, c.head_dim // own.num_pieces), dtype), "far_table": table}
+        far["reads"] = rows if index is None else of((tokens, index.top_k), jnp.int32)
+    attended = CompressedAttentionArgs(
+        q=of((tokens, c.num_heads, c.head_dim), dtype),
+        pages=of((1, 16, c.head_dim), dtype),
+        page_table=table,
+        sinks=of((c.num_heads,), jnp.float32),
+        rows=rows,
+        last=rows,
+        **far,
+        window=c.window,
+        scale=c.scale,
+    )
+    ops: list[tuple[KernelOp, Any]] = [(compressed_attention.OP, attended)]
     # values and gates in float32, as they are gathered by windows, and their weights
-    channels, chosen = own.num_series * c.head_dim, 0
-    if (index := own.indexer) is not None:
-        channels += own.num_series * index.head_dim
+    compressed = chosen = 0
+    if own is not None:
+        channels = own.num_series * (c.head_dim + (0 if index is None else index.head_dim))
+        windows = tokens // own.ratio + 2 * step.num_prompts
+        compressed = 4 * channels * (5 * (tokens + own.ratio * windows) + 9 * windows)
+    if index is not None:
         among = IndexTopkArgs(
             q=of((tokens, index.num_heads, index.head_dim), dtype),
             weights=of((tokens, index.num_heads), jnp.float32),
             pages=of((1, 16, index.head_dim), dtype),
-            page_table=of((tokens, MOST_PAGES), jnp.int32),
-            rows=of((tokens,), jnp.int32),
-            lens=of((tokens,), jnp.int32),
+            page_table=table,
+            rows=rows,
+            lens=rows,
             top_k=index.top_k,
         )
-        op = index_topk.OP
-        tiles = max(tiles, workspace_of(op, step.platform, among, step.pins.of(op.name)))
+        ops.append((index_topk.OP, among))
         chosen = tokens * (4 * index.top_k + 8 * index.num_heads * index.head_dim)
-    windows = tokens // own.ratio + 2 * step.num_prompts
-    compressed = 4 * channels * (5 * (tokens + own.ratio * windows) + 9 * windows)
-    return tiles + queries + chosen + compressed
+    found = (workspace_of(op, step.platform, args, step.pins.of(op.name)) for op, args in ops)
+    queries = tokens * c.num_heads * c.head_dim * (4 + 2 * dtype.itemsize)
+    return max(found) + queries + chosen + compressed
 
 
 def delta_bytes(config: DeltaConfig, step: StepShape) -> int:

@@ -7,8 +7,6 @@ sequence.
 
 from __future__ import annotations
 
-from functools import partial
-from math import gcd
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -18,26 +16,23 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import Angles, Pages, PlainOutput, Rows, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.compressed_spec import (
-    BLOCK,
     FAR,
     KEY,
     NEAR,
     OPEN,
     OPEN_KEY,
-    TILE_BYTES,
     CompressedAttentionConfig,
     CompressorConfig,
 )
 from jaxinfer.nn.mixers.recurrent import empty_state, whole_sequence
-from jaxinfer.nn.mixers.windows import Windows, compressed, windows_of
+from jaxinfer.nn.mixers.windows import compressed, windows_of, with_windows
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import Matmul, param, take_rows, weight
+from pallas_kernels.compressed_attention.api import CompressedAttentionArgs, compressed_attention
 from pallas_kernels.index_topk.api import IndexTopkArgs, index_topk
 from pallas_kernels.kv_append.xla import written
-from pallas_kernels.lib.context_scores import padded_table
 from pallas_kernels.lib.numerics import mean_last, rms_norm, rotate
-from pallas_kernels.lib.token_tiles import by_tiles, wide_einsum
 
 
 class _Tokens(NamedTuple):
@@ -69,18 +64,6 @@ class _Place(NamedTuple):
         return cls(whole_sequence(count), pages, is_dense=True)
 
 
-class Pool(NamedTuple):
-    """Entries of one kind, or pieces of them in order, and the pages of each row."""
-
-    entries: jax.Array  # [P, S, H], or [P, S, H / pieces]
-    page_table: jax.Array  # int32[B, M]
-
-    @property
-    def length(self) -> int:
-        """The entries that a row can have."""
-        return self.page_table.shape[1] * self.entries.shape[1]
-
-
 class CompressedAttention(nn.Module):
     """The attention block of a layer, with the norm before it."""
 
@@ -99,18 +82,29 @@ class CompressedAttention(nn.Module):
         c, place = self.config, _Place.of(ctx, self.config)
         stream, tokens = self._projected(stream, norm, ctx, only)
         arrays = dict(state or {})
-        slots = place.pages[0].slot_mapping
-        arrays[NEAR] = (
-            tokens.kv[None] if place.is_dense else _written(arrays[NEAR], tokens.kv, slots)
-        )
-        near, far, reads = Pool(arrays[NEAR], place.pages[0].page_table), None, None
+        near = place.pages[0]
+        if place.is_dense:
+            arrays[NEAR] = tokens.kv[None]
+        else:
+            arrays[NEAR] = _written(arrays[NEAR], tokens.kv, near.slot_mapping)
+        far: dict[str, Any] = {}
         if c.compressor is not None and len(place.pages) > 1:
             arrays |= self._compressed(c.compressor, tokens.h, arrays, place, ctx)
-            far = Pool(arrays[FAR], place.pages[1].page_table)
-            reads = self._reads(c.compressor, tokens, arrays, place, ctx, only)
-        of_rows, at = (x if only is None else x[only] for x in _own_entries(place, ctx.positions))
-        static = {"window": c.window, "at_once": c.entries_at_once, "scale": c.scale}
-        out = attended(tokens.q, near, far, reads, param(self, "sinks"), of_rows, at, **static)
+            far = {"far_pages": arrays[FAR], "far_table": place.pages[1].page_table}
+            far["reads"] = self._reads(c.compressor, tokens, arrays, place, ctx, only)
+        rows, last = (x if only is None else x[only] for x in _own_entries(place, ctx.positions))
+        args = CompressedAttentionArgs(
+            q=tokens.q,
+            pages=arrays[NEAR],
+            page_table=near.page_table,
+            sinks=param(self, "sinks"),
+            rows=rows,
+            last=last,
+            **far,
+            window=c.window,
+            scale=c.scale,
+        )
+        out = compressed_attention(args, ctx.pinned("compressed_attention"))
         x = stream.x if only is None else stream.take(only)
         return x, self._output(out, ctx, only), None if place.is_dense else arrays
 
@@ -166,7 +160,10 @@ class CompressedAttention(nn.Module):
             if place.is_dense:
                 found[name] = entries[None, : len(h) // c.ratio]
             else:
-                found[name] = _with_windows(arrays[name], entries, windows, place, c.num_pieces)
+                table, count = place.pages[1].page_table, len(h)
+                found[name] = with_windows(
+                    arrays[name], entries, windows, table, count, c.num_pieces
+                )
         return found
 
     def _reads(
@@ -216,134 +213,9 @@ class CompressedAttention(nn.Module):
         return block_output(out.reshape(len(out), -1), weight(self, "o_b"), ctx)
 
 
-@partial(jax.jit, static_argnames=("window", "at_once", "scale"))  # one trace serves every layer
-def attended(
-    q: jax.Array,  # [T, N, H]
-    near: Pool,
-    far: Pool | None,
-    reads: jax.Array | None,  # int32[T]: the first entries of ``far``, or int32[T, K]; -1 for none
-    sinks: jax.Array,  # float32[N]
-    rows: jax.Array,  # int32[T]
-    at: jax.Array,  # int32[T]: each token's own entry among those of its row in ``near``; -1: none
-    *,
-    window: int,
-    at_once: int,  # entries that a token reads at a time
-    scale: float,
-) -> jax.Array:  # [T, N, H]
-    """Attention of each token to its last ``window`` entries of ``near`` and to those of ``far``
-    that it reads, whose keys are the values, in one softmax with the sinks.
-    """
-    window = min(window, near.length)
-
-    def of_tile(
-        q: jax.Array,  # [W, N, H]
-        rows: jax.Array,  # int32[W]
-        at: jax.Array,  # int32[W]
-        *reads: jax.Array,
-    ) -> jax.Array:  # [W, N, H]
-        found = [_read(near, rows, at[:, None] - jnp.arange(window))]
-        if far is not None and reads[0].ndim == 2:
-            found.append(_read(far, rows, reads[0]))
-        entries, seen = (jnp.concatenate(both, axis=1) for both in zip(*found, strict=True))
-        own = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (*q.shape[:2], 1))
-        softmax = _Softmax(own, jnp.ones_like(own), jnp.zeros(q.shape, jnp.float32))
-        softmax = softmax.after(q, entries, seen, scale)
-        if far is not None and reads[0].ndim == 1:
-            softmax = _after_all(softmax, q, far, rows, reads[0], scale)
-        return (softmax.mixed / softmax.sums).astype(q.dtype)
-
-    given = (q, rows, at) if reads is None else (q, rows, at, reads)
-    return by_tiles(of_tile, given, TILE_BYTES // (4 * q.shape[2] * at_once))
-
-
-class _Softmax(NamedTuple):
-    """A running softmax of some tokens' scores, and the sum of entries with its weights."""
-
-    most: jax.Array  # float32[W, N, 1]
-    sums: jax.Array  # float32[W, N, 1]
-    mixed: jax.Array  # float32[W, N, H]
-
-    def after(
-        self,
-        q: jax.Array,  # [W, N, H]
-        entries: jax.Array,  # [W, K, H]
-        seen: jax.Array,  # bool[W, K]
-        scale: float,
-    ) -> _Softmax:
-        """The softmax after further entries, as far as they are seen."""
-        entries = jnp.where(seen[..., None], entries, 0).astype(q.dtype)  # unwritten may be NaN
-        scores = wide_einsum("WNH,WKH->WNK", q, entries) * scale
-        scores = jnp.where(seen[:, None], scores, -jnp.inf)
-        most = jnp.maximum(self.most, jnp.max(scores, axis=2, keepdims=True))
-        p, old = jnp.exp(scores - most), jnp.exp(self.most - most)
-        sums = old * self.sums + jnp.sum(p, axis=2, keepdims=True)
-        mixed = wide_einsum("WNK,WKH->WNH", p.astype(q.dtype), entries)
-        return _Softmax(most, sums, old * self.mixed + mixed)
-
-
-def _after_all(
-    softmax: _Softmax,
-    q: jax.Array,  # [W, N, H]
-    far: Pool,
-    rows: jax.Array,  # int32[W]
-    lens: jax.Array,  # int32[W]
-    scale: float,
-) -> _Softmax:
-    """The softmax after the first entries of each token's row, some pages at a time."""
-    pieces, size = q.shape[2] // far.entries.shape[2], far.entries.shape[1]
-    unit = pieces // gcd(pieces, size)  # the fewest pages with whole entries
-    table = padded_table(far.page_table, unit)
-    block = min(unit * max(1, BLOCK // (unit * size // pieces)), table.shape[1])
-    length = block * size // pieces  # entries
-    ids = jnp.take(padded_table(table, block), rows, axis=0, mode="clip")
-    ids = ids.reshape(len(ids), -1, block).swapaxes(0, 1)  # [blocks, W, pages]
-    starts = jnp.arange(len(ids), dtype=jnp.int32) * length
-
-    def read(softmax: _Softmax, one: tuple[jax.Array, jax.Array]) -> _Softmax:
-        start, pages = one
-        entries = far.entries.at[pages].get(mode="clip").reshape(len(q), length, -1)
-        seen = start + jnp.arange(length) < lens[:, None]
-        return softmax.after(q, entries, seen, scale)
-
-    def step(softmax: _Softmax, one: tuple[jax.Array, jax.Array]) -> tuple[_Softmax, None]:
-        is_read = one[0] < jnp.max(lens)
-        return jax.lax.cond(is_read, read, lambda softmax, _: softmax, softmax, one), None
-
-    # a scan, since a loop whose number of blocks is not known has no gradient
-    return jax.lax.scan(step, softmax, (starts, ids))[0]
-
-
-def _read(
-    pool: Pool,
-    rows: jax.Array,  # int32[W]
-    positions: jax.Array,  # int32[W, K]
-) -> tuple[jax.Array, jax.Array]:  # [W, K, H], bool[W, K]
-    """The entries of these rows at these positions, and which positions are not negative."""
-    at, size = jnp.maximum(positions, 0), jnp.int32(pool.entries.shape[1])
-    ids = pool.page_table.at[rows[:, None], jax.lax.div(at, size)].get(mode="clip")
-    return pool.entries.at[ids, jax.lax.rem(at, size)].get(mode="clip"), positions >= 0
-
-
 def _written(pool: jax.Array, entries: jax.Array, slots: jax.Array) -> jax.Array:  # [P, S, H]
     """The pool with entries [X, H] in these slots; the barrier keeps XLA from copying it."""
     return jax.lax.optimization_barrier(written(pool, entries, slots))
-
-
-def _with_windows(
-    pool: jax.Array,  # [P, S, H / pieces]
-    entries: jax.Array,  # [X, H]
-    windows: Windows,
-    place: _Place,
-    pieces: int,
-) -> jax.Array:  # [P, S, H / pieces]
-    """The pool with the entries of the windows that the step completes."""
-    size, decodes = pool.shape[1], jnp.arange(windows.num_decodes, dtype=jnp.int32)
-    rows = jnp.concatenate((decodes, len(decodes) + windows.row))
-    at = windows.number[:, None] * pieces + jnp.arange(pieces, dtype=jnp.int32)  # [X, pieces]
-    slots = place.pages[1].page_table[rows[:, None], at // size] * size + at % size
-    is_whole = windows.last[:, None] < len(place.rows.of_token)
-    slots = jnp.where(is_whole, slots, 0).reshape(-1)
-    return _written(pool, entries.reshape(len(slots), -1), slots)
 
 
 def _own_entries(

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 NEAR, FAR, KEY = "kv", "compressed", "index_key"  # entries of pages: of a token, of a window
 OPEN, OPEN_KEY = "open", "open_key"  # those of a sequence: its unfinished windows
 PIECE = 8  # tokens for which pages have a piece of a long window's entry
-BLOCK = 128  # entries of all windows that are read at a time
-TILE_BYTES = 64 << 20  # of the entries that a tile of tokens gathers, in float32
 TRIPLE = 3  # maximum, sum and weighted sum of a running softmax: see ``nn.mixers.windows``
 
 
@@ -128,15 +126,6 @@ class CompressedAttentionConfig(BlockSpec):
     def scale(self) -> float:
         """The factor of scores."""
         return self.head_dim**-0.5
-
-    @property
-    def entries_at_once(self) -> int:
-        """The most entries that a token reads at a time, in contexts of any length."""
-        if (c := self.compressor) is None:
-            return self.window
-        if c.indexer is None:
-            return max(self.window, BLOCK)
-        return self.window + c.indexer.top_k
 
     def for_context(self, length: int) -> CompressedAttentionConfig:
         """See ``MixerSpec``."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Rows
 from jaxinfer.nn.state import read_states, stored_states
+from pallas_kernels.kv_append.xla import written
 
 _NOTHING = -1e30  # the largest gate of no token
 
@@ -109,6 +110,27 @@ def compressed(
     kept = jnp.where(is_whole, own[:, : series - 1], last)
     after = jnp.concatenate((jnp.where(is_whole, 0.0, own), kept), axis=1)
     return entries, _stored(states, after, windows, rows, size)
+
+
+def with_windows(
+    pool: jax.Array,  # [P, S, H / pieces]
+    entries: jax.Array,  # [D + W, H]
+    windows: Windows,
+    page_table: jax.Array,  # int32[B, M]
+    num_tokens: int,  # of the step
+    pieces: int = 1,
+) -> jax.Array:  # [P, S, H / pieces]
+    """The pool with the entries, in so many pieces, of the windows that the step completes.
+
+    The barrier keeps XLA from copying it.
+    """
+    size, decodes = pool.shape[1], jnp.arange(windows.num_decodes, dtype=jnp.int32)
+    rows = jnp.concatenate((decodes, len(decodes) + windows.row))
+    at = windows.number[:, None] * pieces + jnp.arange(pieces, dtype=jnp.int32)  # [X, pieces]
+    slots = page_table[rows[:, None], at // size] * size + at % size
+    slots = jnp.where(windows.last[:, None] < num_tokens, slots, 0).reshape(-1)
+    new = written(pool, entries.reshape(len(slots), -1), slots)
+    return jax.lax.optimization_barrier(new)
 
 
 def _stored(

@@ -1,0 +1,1 @@
+"""The op compressed_attention; see ``api``."""
