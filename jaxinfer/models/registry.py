@@ -203,6 +203,18 @@ _MODULES = (
     ("Kolibri1ForCausalLM", "jaxinfer.models.kolibri1"),
     ("LaraMiniForCausalLM", "jaxinfer.models.lara_mini"),
     ("Molmo2ForConditionalGeneration", "jaxinfer.models.molmo2"),
+    ("ChatGLMModel", "jaxinfer.models.chatglm"),
+    ("ChatGLMForConditionalGeneration", "jaxinfer.models.chatglm"),
+    ("TeleChat2ForCausalLM", "jaxinfer.models.telechat2"),
+    ("TeleChat3ForCausalLM", "jaxinfer.models.llama"),
+    ("TeleFLMForCausalLM", "jaxinfer.models.teleflm"),
+    ("PanguEmbeddedForCausalLM", "jaxinfer.models.openpangu"),
+    ("PanguUltraMoEForCausalLM", "jaxinfer.models.openpangu_ultra"),
+    ("Plamo3ForCausalLM", "jaxinfer.models.plamo3"),
+    ("Param2MoEForCausalLM", "jaxinfer.models.param2moe"),
+    ("SolarForCausalLM", "jaxinfer.models.solar"),
+    ("Step3TextForCausalLM", "jaxinfer.models.step3"),
+    ("Step3VLForConditionalGeneration", "jaxinfer.models.step3"),
 )
 
 

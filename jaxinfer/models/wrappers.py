@@ -185,6 +185,7 @@ WITH_IMAGES = (
     "MuseGlimmerForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Step3VLForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
 )
 

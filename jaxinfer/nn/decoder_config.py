@@ -151,14 +151,15 @@ class FeedForwardConfig(FeedForwardSpec):
     ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies. With
     ``gate_cutoff`` a gate is what exceeds its mean by so many deviations, or 0. With a ``limit``
     activated gates go up to it, and ups are within it. ``swiglu`` is a function of gates and ups in
-    place of all that, as experts have it.
+    place of all that, as experts have it. ``bias`` says that both matrices have biases, or the last
+    one ("down").
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
     width: int
     activation: str
     gated: bool
-    bias: bool = False
+    bias: bool | Literal["down"] = False
     gate_scale: float = 1.0
     out_scale: float = 1.0
     norm: float | None = None

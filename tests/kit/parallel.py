@@ -120,6 +120,8 @@ MORE: dict[str, dict[str, Any]] = {
     "granite_moe_shared": {"num_local_experts": 8},
     "phimoe": {"num_local_experts": 8},
     "llama4": {"num_local_experts": 8},
+    "openpangu_ultra": {"n_routed_experts": 8},
+    "step3": {"moe_num_experts": 8},
 }
 # as published, a device has a part of each expert
 SLICED: dict[str, dict[str, Any]] = {
