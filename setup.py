@@ -6,6 +6,7 @@ requirement of the build. If it fails, the installation goes on without the libr
 
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -54,7 +55,9 @@ class BuildNative(build_ext):
         }
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
-        flags = [*command, *FLAGS, f"-I{include_dir()}", "-c"]
+        version = runpy.run_path(f"{NATIVE}/sources.py")["version"]()
+        defined = f'-DJAXINFER_VERSION="{version}"'
+        flags = [*command, *FLAGS, defined, f"-I{include_dir()}", "-c"]
 
         def compiled(name: str) -> str:
             target = str(objects / f"{name}.o")

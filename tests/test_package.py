@@ -70,6 +70,12 @@ def test_a_source_distribution_has_all_native_sources(monkeypatch: pytest.Monkey
     assert f"{NATIVE}/variant_avx2.cc" in extension["sources"]
 
 
+def test_a_wheel_has_all_native_sources() -> None:
+    """The native library is refused if its version is not their hash."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert tools["setuptools"]["package-data"]["pallas_kernels.native"] == ["src/*"]
+
+
 NAMES = "from jaxinfer import EngineConfig; from jaxinfer.weights.catalog import known_models; "
 SCRIPT = f"{NAMES}assert EngineConfig and known_models()\n"
 

@@ -26,8 +26,9 @@ from jaxinfer.models.hf_keys import REMOVE_KEY
 from jaxinfer.models.hf_rope import SECTIONS, rope_config
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
 from jaxinfer.models.names import TensorNames
-from jaxinfer.models.params import ParamSpec, as_is, stack, transposed
+from jaxinfer.models.params import ParamSpec, as_is, stack
 from jaxinfer.models.sources import ArraySpec, Source
+from jaxinfer.models.streams import stream_specs
 from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig, FeedForwardConfig, LayerSpec
 from jaxinfer.nn.layer_spec import TokenIdsConfig
 from jaxinfer.nn.mixers.compressed_spec import (
@@ -293,21 +294,9 @@ def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
         specs.append(ParamSpec(f"{path}norms", array, norms, stack))
         for block, name in (("mixer", "attn"), ("ffn", "ffn")):
             own = f"{path}{block}_residual/", f"{source}hc_{name}_"
-            specs += _stream_specs(*own, streams, width, 3)
-    specs += _stream_specs("residual/", "hc_head_", streams, width, 1)
+            specs += stream_specs(*own, width=width, count=(2 + streams) * streams, uses=3)
+    specs += stream_specs("residual/", "hc_head_", width=width, count=streams, uses=1)
     return tuple(specs)
-
-
-def _stream_specs(
-    path: str, source: str, streams: int, width: int, uses: int
-) -> Iterator[ParamSpec]:
-    """The parameters of ``nn.residual.Mixed``; of 3 uses the last is that of a mixture."""
-    count = streams if uses == 1 else (2 + streams) * streams
-    ways = Source(f"{source}fn", (count, width))
-    array = ArraySpec((width, count), (None, None), _FLOAT32)
-    yield ParamSpec(f"{path}ways", array, (ways,), transposed)
-    yield _floats(f"{path}base", f"{source}base", (count,))
-    yield _floats(f"{path}scale", f"{source}scale", (uses,))
 
 
 class _Groups(NamedTuple):

@@ -167,9 +167,18 @@ def fused_delta_specs(
 
 
 def channel_delta_specs(
-    path: str, source: str, c: DeltaConfig, width: int, norm_dtype: jnp.dtype | None
+    path: str,
+    source: str,
+    c: DeltaConfig,
+    width: int,
+    norm_dtype: jnp.dtype | None,
+    *,
+    flat_rates: bool = False,
 ) -> Iterator[ParamSpec]:
-    """The parameters with decays of channels and latents of gates, with Kimi Linear's names."""
+    """The parameters with decays of channels and latents of gates, with Kimi Linear's names.
+
+    With ``flat_rates`` the tensor of rates has one dimension, as in GLM-5.3-Flash.
+    """
     own, heads, rank = f"{source}self_attn.", c.num_v_heads, c.gate_rank
     assert rank is not None and c.decay == "channel"
     channels = c.channels.widths
@@ -195,7 +204,8 @@ def channel_delta_specs(
     )
     yield from linear_specs(path, own, linears)[0]
     yield from (replace(spec, matrix=None) for spec in linear_specs(path, own, gates)[0])
-    decay = (Source(f"{own}A_log", (1, 1, heads, 1)), Source(f"{own}dt_bias", (c.decays,)))
+    rates = (heads,) if flat_rates else (1, 1, heads, 1)
+    decay = (Source(f"{own}A_log", rates), Source(f"{own}dt_bias", (c.decays,)))
     array = ArraySpec((heads + c.decays,), (Fused("heads", (heads, c.decays)),), _FLOAT32)
     yield ParamSpec(f"{path}decay", array, decay, join_flat)
     tensors = zip((f"{own}{name}_conv1d" for name in "qkv"), channels, strict=True)

@@ -65,7 +65,7 @@ def gqa_config(
     o_bias: bool = False,
     qk_norm: QKNormKind | None = None,
     windows: Sequence[int | None] | None = None,
-    mlp_bias: bool = False,
+    mlp_bias: bool | Literal["down"] = False,
     head_dim: int | None = None,
     scale: float | None = None,
     rope: RopeConfig | None = None,

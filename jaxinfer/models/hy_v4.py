@@ -9,7 +9,7 @@ rotates so, too), while ``modeling_hy_v4`` of 5.24 rotates i with i + half. With
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -21,8 +21,9 @@ from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import biased_experts, networks_by_layer
 from jaxinfer.models.indexed_latent import indexed_config, indexed_param_specs, indexer_kinds
 from jaxinfer.models.latent import LATENT_IGNORED_TENSORS, LatentNames
-from jaxinfer.models.params import ParamSpec, as_is, transposed
+from jaxinfer.models.params import ParamSpec, as_is
 from jaxinfer.models.sources import ArraySpec, Source
+from jaxinfer.models.streams import stream_specs
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.mixers.indexed_latent_spec import IndexedLatentConfig
 from jaxinfer.nn.residual_spec import HyperResidual
@@ -102,22 +103,11 @@ def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
         array = ArraySpec(sinks.shape, ("heads",), jnp.dtype(jnp.float32))
         specs.append(ParamSpec(f"layers_{i}/sinks", array, (sinks,), as_is))
         for block, start in _BLOCKS.items():
-            specs += _stream_specs(f"layers_{i}/{block}/", source + start, streams, width, 2)
-    specs += _stream_specs("residual/", "model.hc_head.hc_head_", streams, width, 1)
+            own = f"layers_{i}/{block}/", source + start
+            specs += stream_specs(*own, width=width, count=2 * streams, uses=2)
+    start = "model.hc_head.hc_head_"
+    specs += stream_specs("residual/", start, width=width, count=streams, uses=1)
     return tuple(specs)
-
-
-def _stream_specs(
-    path: str, source: str, streams: int, width: int, uses: int
-) -> Iterator[ParamSpec]:
-    """The parameters of ``nn.residual.Hyper``, with weights for so many uses of the streams."""
-    count, wide = uses * streams, jnp.dtype(jnp.float32)
-    ways = Source(f"{source}fn", (count, width))
-    array = ArraySpec((width, count), (None, None), wide)
-    yield ParamSpec(f"{path}ways", array, (ways,), transposed)
-    for name, size in (("base", count), ("scale", uses)):
-        own = (Source(source + name, (size,)),)
-        yield ParamSpec(path + name, ArraySpec((size,), (None,), wide), own, as_is)
 
 
 FAMILY = ModelFamily(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
+from jaxinfer.models.gqa import MixerSpecs
 from jaxinfer.models.hf_keys import REMOVE_KEY
 from jaxinfer.models.latent import LatentNames, latent_config, latent_param_specs
 from jaxinfer.models.linears import Linear, linear_specs
@@ -107,9 +108,13 @@ def indexer_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
     return kinds
 
 
-def indexed_param_specs(config: DecoderSpec, names: LatentNames = _NAMES) -> tuple[ParamSpec, ...]:
-    """The parameters of the decoder, with Hugging Face's names of their sources."""
-    specs = [*latent_param_specs(config, names=names)]
+def indexed_param_specs(
+    config: DecoderSpec, names: LatentNames = _NAMES, mixers: MixerSpecs | None = None
+) -> tuple[ParamSpec, ...]:
+    """The parameters of the decoder, with Hugging Face's names of their sources; ``mixers`` has
+    those of another mixer.
+    """
+    specs = [*latent_param_specs(config, mixers=mixers, names=names)]
     for i, layer in enumerate(config.layers):
         if isinstance(c := layer.mixer, IndexedLatentConfig) and c.indexer is not None:
             specs += _indexer_specs(c, c.indexer, config.hidden_size, i)

@@ -34,16 +34,16 @@ def dense_linears(
     ffn: FeedForwardConfig, width: int, source: str = "mlp.", names: TensorNames | None = None
 ) -> tuple[Linear, ...]:
     """The linear layers of a network, by default with Llama's tensors after ``source``."""
-    f = ffn.width
+    f, both = ffn.width, ffn.bias is True
     into, down = (f"{source}gate_proj", f"{source}up_proj"), f"{source}down_proj"
     into = into if ffn.gated else into[1:]
     if names is not None:
         into, down = names.into, names.down
-    first = Linear("up", into, (width, f), (None, "ffn"), ffn.bias)
+    first = Linear("up", into, (width, f), (None, "ffn"), both)
     if ffn.gated:
         axes = (None, Fused("ffn", (f, f)))
-        first = Linear("gate_up", into, (width, 2 * f), axes, ffn.bias)
-    return first, Linear("down", (down,), (f, width), ("ffn", None), ffn.bias)
+        first = Linear("gate_up", into, (width, 2 * f), axes, both)
+    return first, Linear("down", (down,), (f, width), ("ffn", None), bool(ffn.bias))
 
 
 def linear_specs(

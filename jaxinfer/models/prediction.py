@@ -16,7 +16,7 @@ from jaxinfer.models import hf_config as hf
 
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _NAME = re.compile(
-    r"(?:language_model\.)?"
+    r"(?:model\.)?(?:language_model\.)?"
     r"(?:(?:model\.)?(?:layers\.(?P<layer>\d+)|mtp_layers\.(?P<own>\d+))|(?P<alone>mtp))\..+"
 )
 

@@ -8,7 +8,7 @@ images are not used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,21 +19,13 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    expert_axes,
-    experts_config,
-    gated_network,
-    networks_by_layer,
-    router_specs,
-)
+from jaxinfer.models.experts import experts_config, gated_network, networks_by_layer
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import ROPE_KEYS, SECTIONS, ropes_by_kind
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
-from jaxinfer.models.linears import dense_linears, linear_specs
 from jaxinfer.models.names import TensorNames
-from jaxinfer.models.params import ParamSpec, as_is, join, plus_one, stack_plus_one
-from jaxinfer.models.sources import ArraySpec, Source
+from jaxinfer.models.params import plus_one, stack_plus_one
+from jaxinfer.models.step_parts import sparse_layers, stacked_expert_specs
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
@@ -48,7 +40,6 @@ from pallas_kernels.route.routing import Routing
 _FULL, _SLIDING, _FIRST, _SHARED_WIDTH = "full_attention", "sliding_attention", 3, 1280
 _NORMS = NormSources(one=plus_one, several=stack_plus_one)
 _NAMES = TensorNames(gate="self_attn.g_proj")
-_TENSORS = ExpertTensors(router="moe.gate", choice_bias="moe.router_bias", shared="share_expert.")
 # the keys of published files for those of transformers
 _PUBLISHED = (
     ("num_key_value_heads", "num_attention_groups"),
@@ -201,7 +192,7 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
         shared=gated_network(own, width),
     )
     if config.get("mlp_layer_types") is None:
-        sparse = _sparse_layers(config.get("moe_layers_enum"), num_layers)
+        sparse = sparse_layers(config.get("moe_layers_enum"), num_layers, _FIRST)
         kinds = ["sparse" if i in sparse else "dense" for i in range(num_layers)]
         own = hf.with_values(own, {"mlp_layer_types": kinds})
     else:
@@ -212,19 +203,6 @@ def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpe
         for key in ("swiglu_limits", "swiglu_limits_shared")
     )
     return [_bounded(*each) for each in zip(networks, limits, shared, strict=True)]
-
-
-def _sparse_layers(given: Any, num_layers: int) -> set[int]:
-    """The layers with experts: a list, or numbers between commas."""
-    if given is None:
-        return set(range(_FIRST, num_layers))
-    items = given.split(",") if isinstance(given, str) else given
-    known = isinstance(items, list) and all(str(one).strip().isdecimal() for one in items)
-    if not known:
-        raise ConfigError(
-            f"config key 'moe_layers_enum' must hold numbers of layers, got {short(given)}"
-        )
-    return {int(one) for one in items}
 
 
 def _bounded(network: FeedForwardSpec, limit: Any, shared: Any) -> FeedForwardSpec:
@@ -252,28 +230,9 @@ def _bounded_swiglu(limit: float) -> Activation:
     return Activation(limit=limit, gate_limit=of_gate)
 
 
-def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Iterator[ParamSpec]:
-    """The parameters of a layer's experts: a tensor each for all gates, ups and downs."""
-    yield from router_specs(path, source, ffn, width, _TENSORS)
-    e, f, axes = ffn.count, ffn.width, expert_axes(ffn)
-    pairs = tuple(
-        Source(f"{source}moe.{name}_proj.weight", (e, f, width), part=i)
-        for i in range(e)
-        for name in ("gate", "up")
-    )
-    array = ArraySpec((e, 2 * f, width), axes.gate_up)
-    yield ParamSpec(path + "gate_up", array, pairs, join, pieces=e, matrix="experts")
-    downs = tuple(Source(f"{source}moe.down_proj.weight", (e, width, f), part=i) for i in range(e))
-    array = ArraySpec((e, width, f), axes.down)
-    yield ParamSpec(path + "down", array, downs, as_is, pieces=e, matrix="experts")
-    assert ffn.shared is not None
-    linears = dense_linears(ffn.shared, width, _TENSORS.shared)
-    yield from linear_specs(f"{path}shared/", source, linears)[0]
-
-
 FAMILY = ModelFamily(
     name="step3p5",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, norms=_NORMS, names=_NAMES, experts=_expert_specs),
+    param_specs=partial(gqa_param_specs, norms=_NORMS, names=_NAMES, experts=stacked_expert_specs),
     ignored_tensors=(*GQA_IGNORED_TENSORS, r"vision_model\..*", r"vit_large_projector\..*"),
 )

@@ -31,6 +31,7 @@ WRAPPERS = (
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
+    "Glm5NextForConditionalGeneration",
     "GlmAsrForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
     "GotOcr2ForConditionalGeneration",
@@ -100,6 +101,8 @@ TEXT_MODELS = (
     ("gemma3_text", "Gemma3ForCausalLM"),
     ("glm4v_text", "Glm4ForCausalLM"),
     ("glm4v_moe_text", "Glm4MoeForCausalLM"),
+    ("glm5_next", "Glm5NextForCausalLM"),  # of a flat config
+    ("glm5_next_text", "Glm5NextForCausalLM"),
     ("glm_ocr_text", "Glm4ForCausalLM"),
     ("gpt_oss", "GptOssForCausalLM"),
     ("granite", "GraniteForCausalLM"),
@@ -186,6 +189,7 @@ WITH_IMAGES = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Qwen4ExpForConditionalGeneration",
+    "Step3VLForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
 )
 

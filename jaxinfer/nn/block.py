@@ -21,10 +21,7 @@ def part(count: int, devices: int, what: str) -> int:
     """One device's part of ``count``; raises ``ConfigError`` if it cannot be divided."""
     own, rest = divmod(count, devices)
     if rest:
-        raise ConfigError(
-            f"{count} {what} cannot be divided among {devices} devices; choose a "
-            "tensor_parallel_size that divides them"
-        )
+        raise ConfigError(f"{count} {what} cannot be divided among {devices} devices")
     return own
 
 

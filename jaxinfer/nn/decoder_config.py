@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
-from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.block import BlockSpec, MixerSpec, QueryGrowth, StepShape, kv_part, part
 from jaxinfer.nn.layer_spec import (
     BlockFactors,
@@ -153,14 +152,15 @@ class FeedForwardConfig(FeedForwardSpec):
     ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies. With
     ``gate_cutoff`` a gate is what exceeds its mean by so many deviations, or 0. With a ``limit``
     activated gates go up to it, and ups are within it. ``swiglu`` is a function of gates and ups in
-    place of all that, as experts have it.
+    place of all that, as experts have it. ``bias`` says that both matrices have biases, or the last
+    one ("down").
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
     width: int
     activation: str
     gated: bool
-    bias: bool = False
+    bias: bool | Literal["down"] = False
     gate_scale: float = 1.0
     out_scale: float = 1.0
     norm: float | None = None
@@ -290,16 +290,14 @@ class LayerSpec:
         return replace(own, per_slot=own.per_slot + more)
 
 
-def _with_pages(layer: LayerSpec, own: jnp.dtype, dtype: jnp.dtype) -> LayerSpec:
-    """The layer with pages of ``dtype`` in place of its ``own``; without any it stays as it is."""
+def _with_pages(layer: LayerSpec, own: jnp.dtype, dtype: jnp.dtype) -> LayerSpec | None:
+    """The layer with pages of ``dtype`` in place of its ``own``, None if they have no such form;
+    without any it stays as it is.
+    """
     if not layer.mixer.state(own).paged:
         return layer
-    if (mixer := layer.mixer.with_pages(dtype)) is None:
-        raise ConfigError(
-            f"the pages of {layer.mixer.words() or type(layer.mixer).__name__} have no form in "
-            f"{dtype.name}; leave out kv_cache_dtype"
-        )
-    return replace(layer, mixer=mixer)
+    mixer = layer.mixer.with_pages(dtype)
+    return None if mixer is None else replace(layer, mixer=mixer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,12 +347,11 @@ class DecoderSpec:
         layers = (replace(layer, mixer=layer.mixer.for_context(length)) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
-    def with_pages(self, dtype: jnp.dtype) -> DecoderSpec:
-        """The decoder with pages of ``dtype``; raises ``ConfigError`` if it has others, or none."""
-        layers = tuple(_with_pages(layer, self.dtype, dtype) for layer in self.layers)
-        if layers == self.layers:
-            raise ConfigError("the model has no pages of keys and values; leave out kv_cache_dtype")
-        return replace(self, layers=layers)
+    def with_pages(self, dtype: jnp.dtype) -> DecoderSpec | None:
+        """The decoder with pages of ``dtype``; None if those of some layer have no such form."""
+        layers = [_with_pages(layer, self.dtype, dtype) for layer in self.layers]
+        possible = tuple(layer for layer in layers if layer is not None)
+        return replace(self, layers=possible) if len(possible) == len(layers) else None
 
     def share(self, devices: int) -> DecoderSpec:
         """One device's part: see ``MixerSpec``. Embedding and head are as large as their arrays."""

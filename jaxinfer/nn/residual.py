@@ -158,6 +158,14 @@ class Mixed(Hyper):
         adding = self._adding(total, out, self._mixture(mixture.reshape(-1, n, n)), only)
         return self._summed(total, jax.nn.sigmoid(into)), adding
 
+    def end(self, stream: Stream) -> Stream:
+        """The weighted sum of the streams, or their mean."""
+        if not self.config.mean:
+            return super().end(stream)
+        total = stream.total()
+        mean = jnp.mean(self._split(total).astype(jnp.float32), axis=1)
+        return Stream(mean.astype(total.dtype))
+
     def _mixture(self, logits: jax.Array) -> jax.Array:  # float32[T, n, n]
         """The doubly stochastic matrices that Sinkhorn's iterations approach."""
         eps = self.config.eps

@@ -72,10 +72,12 @@ class MixedResidual(HyperResidual):
     The weights of outputs are as in ``HyperResidual``, without ``eps``. Those of the mixture, an
     [n, n] matrix of each token, are a softmax of each row plus ``eps``, whose columns and rows are
     then divided by their sums plus ``eps`` (Sinkhorn and Knopp 1967): columns ``rounds`` times and
-    rows once less. Stream k becomes the sum of the streams j times element [j, k].
+    rows once less. Stream k becomes the sum of the streams j times element [j, k]. With ``mean``
+    the streams end with their mean (GLM-5.3-Flash).
     """
 
     rounds: int
+    mean: bool = False
 
     def module(self, name: str) -> Any:
         """See ``ResidualSpec``."""

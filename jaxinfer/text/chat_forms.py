@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from jaxinfer.core.errors import RequestError
@@ -36,7 +36,7 @@ def adapted_messages(probes: TemplateProbes, messages: Sequence[Message]) -> lis
     if any(one.get("tool_calls") for one in named) and probes.limits_ids:
         named = [_with_short_ids(one) for one in named]
     contents = [_adapted(probes, f"messages[{n}]", one) for n, one in enumerate(named)]
-    return list(_calls_and_results(probes, _guidance(probes, contents)))
+    return _joined(probes, _calls_and_results(probes, _guidance(probes, contents)))
 
 
 # roles
@@ -94,6 +94,8 @@ def _later_role(probes: TemplateProbes, begins: Sequence[str], where: str, role:
     for one in (probes.guidance_role(role), "user"):
         if probes.takes_guidance(*begins, one, later=True):
             return one
+    if probes.joins("user", "user"):
+        return "user"
     raise RequestError(
         f"{where}.role is {role}, and the chat template renders such messages only at the "
         "beginning; put the text there, or into a message of the user."
@@ -113,6 +115,27 @@ def with_system(
     if first["role"] != "user":
         return [{**system, "role": "user"}, first, *others]
     return [{**first, "content": f"{system['content']}\n\n{content_text(first)}"}, *others]
+
+
+# neighbours
+
+_NEIGHBOURS = (("user", "user"), ("assistant", "assistant"), ("tool", "user"))
+
+
+def _joined(probes: TemplateProbes, messages: Iterable[Message]) -> list[Message]:
+    """The chat, in which a message is part of the one before it where the template refuses the two:
+    agents send texts next to the results of tools, and several messages of one role.
+    """
+    found: list[Message] = []
+    for message in messages:
+        roles = (found[-1]["role"], message["role"]) if found else ("", "")
+        calls = any(one.get("tool_calls") for one in (*found[-1:], message))
+        if roles in _NEIGHBOURS and not calls and probes.joins(*roles):
+            texts = filter(None, map(content_text, (found[-1], message)))
+            found[-1] = {**found[-1], "content": "\n\n".join(texts)}
+        else:
+            found.append(message)
+    return found
 
 
 # calls

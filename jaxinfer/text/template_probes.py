@@ -56,6 +56,7 @@ class TemplateProbes:
         self._rendered_chats: dict[str, str | None] = {}
         self.takes_guidance = cache(self._takes_guidance)
         self.needs = cache(self._needs)
+        self.joins = cache(self._joins)
 
     def names(self, role: str) -> bool:
         """True if the template's source has the role as a text."""
@@ -245,6 +246,24 @@ class TemplateProbes:
         if later:
             chat = [*messages[:-1], _QUESTION, _ANSWER, messages[-1], _QUESTION]
         return self._shown(chat, *_WORDS[: len(roles)])
+
+    def _joins(self, first: str, second: str) -> bool:
+        """True if a message of the role ``second`` right after one of ``first`` must be part of it:
+        the template refuses or drops one of the two, as those do whose roles must alternate.
+        """
+        before: Mapping[str, list[Mapping[str, Any]]] = {
+            "assistant": [_QUESTION],
+            "tool": [_QUESTION, _call(*self.call_form)],
+        }
+        own = _result() if first == "tool" else {"role": first, "content": _WORDS[0]}
+        other = {"role": second, "content": _WORDS[1]}
+        joined = {**own, "content": "\n\n".join(_WORDS[:2])}
+        after = [_QUESTION] if second == "assistant" else []
+
+        def shown(*messages: Mapping[str, Any]) -> bool:
+            return self._shown([*before.get(first, []), *messages, *after], *_WORDS[:2])
+
+        return not shown(own, other) and shown(joined)
 
     # tools
 

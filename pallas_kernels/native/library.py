@@ -17,6 +17,7 @@ import numpy as np
 
 from pallas_kernels.lib.quantised import PACKED, nibble_block
 from pallas_kernels.lib.shares import in_shares
+from pallas_kernels.native.sources import version
 
 # The names of the calls in executables, and those of the library's handlers.
 GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
@@ -39,6 +40,7 @@ _HANDLERS = MappingProxyType(
     }
 )
 _FUNCTIONS = (  # that are called by ``ctypes``
+    "jaxinfer_version",
     "jaxinfer_variants",
     "jaxinfer_choose",
     "jaxinfer_from_blocks",
@@ -58,9 +60,10 @@ class BrokenLibrary(RuntimeError):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library; None if it was not built.
+    """The library; None if it was not built. ``missing`` says the same in words.
 
-    Raises ``BrokenLibrary`` for a file that is not whole, or of other sources than this package's.
+    Raises ``BrokenLibrary`` for a file that is not whole, or was built of other sources than this
+    package has.
     """
     files = sorted(Path(__file__).parent.glob("_library*.so"))
     return _opened(files[0]) if files else None
@@ -70,16 +73,30 @@ def _opened(file: Path) -> ctypes.CDLL:
     try:
         _check_whole(file)
         loaded = ctypes.CDLL(str(file))
+        _check_version(loaded)
         for name in (*_HANDLERS.values(), *_FUNCTIONS):
             getattr(loaded, name)
     except (OSError, AttributeError) as error:  # AttributeError: a function is not there
         reason = str(error).removeprefix(f"{file}: ")
         raise BrokenLibrary(
-            f"the native library {file} cannot be used ({reason}); install jaxinfer again, which "
-            "builds it"
+            f"the native library {file} cannot be used ({reason}); build it again with `python "
+            "setup.py build_ext --inplace` in a clone, or else install jaxinfer again"
         ) from error
     loaded.jaxinfer_variants.restype = ctypes.c_char_p
     return loaded
+
+
+def _check_version(loaded: ctypes.CDLL) -> None:
+    """Raise ``OSError`` if the library was built of other sources than this package has.
+
+    A handler of other sources may take other arguments, or read them in another order.
+    """
+    if not hasattr(loaded, "jaxinfer_version"):
+        raise OSError("it was built of other sources: it has no version")
+    loaded.jaxinfer_version.restype = ctypes.c_char_p
+    built, here = loaded.jaxinfer_version().decode(), version()
+    if built != here:
+        raise OSError(f"it was built of other sources: its version is {built}, that of src {here}")
 
 
 def _check_whole(file: Path) -> None:

@@ -19,9 +19,10 @@ from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.models import Model, Params, build_model
 from kit.dense import check_tokens, prompt_of
-from kit.engines import compiled_for, engine_of, run, tiny_limits
-from kit.tiny_models import tiny_model
+from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
+from kit.tiny_models import tiny_config, tiny_model
 
 LENGTHS = (1, 3, 4, 63, 64, 65, 127, 128, 129, 200, 513)
 SNAPSHOTS, ANSWER = 8, 6
@@ -30,22 +31,26 @@ LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a b
 # of Mamba-2: among attention, beside it, in layers of one block, and alone; lightning attention
 MAMBAS = (
     *("bamba", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba", "minimax"),
-    *("recurrent_gemma", "rwkv"),  # linear recurrences
+    *("recurrent_gemma", "rwkv", "xlstm"),  # linear recurrences
     *("zamba", "zamba2"),  # after blocks that several layers use
 )
-NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear", "bailing_hybrid", "lfm2", "zaya", *MAMBAS)
-# scans over chunks of 64 tokens: decays of heads, of channels
-SCANS = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "bailing_hybrid", *MAMBAS])
-EACH = pytest.mark.parametrize(
-    "name", ["qwen3_5", "kimi_linear", "bailing_hybrid", "lfm2", "zaya", *MAMBAS]
-)
+# the delta rule: decays of heads, of channels, and next to attention to pools of 4 tokens
+DELTAS = ("qwen3_5", "kimi_linear", "bailing_hybrid", "glm5_next")
+NAMES = (*DELTAS, "qwen3_5_moe", "lfm2", "zaya", *MAMBAS)
+# scans over chunks of 64 tokens
+SCANS = pytest.mark.parametrize("name", [*DELTAS, *MAMBAS])
+EACH = pytest.mark.parametrize("name", [*DELTAS, "lfm2", "zaya", *MAMBAS])
 
 
 @cache
 def executables(name: str) -> tuple[Program, Executables]:
-    model, _ = tiny_model(name)
+    return compiled(tiny_model(name)[0])
+
+
+def compiled(model: Model) -> tuple[Program, Executables]:
     limits = replace(
-        tiny_limits(max_num_seqs=3, max_num_batched_tokens=128, num_pages=360, max_model_len=576),
+        tiny_limits(max_num_seqs=3, max_num_batched_tokens=128, max_model_len=576),
+        num_pages=pages_of(model, 360),
         buckets=(Bucket(3), Bucket(0, 128, 3), Bucket(3, 128, 3, scores=True)),
         groups=model.state.groups,
         num_snapshots=SNAPSHOTS,
@@ -55,12 +60,20 @@ def executables(name: str) -> tuple[Program, Executables]:
     return program, compiled_for(program, extras=False)
 
 
-def engine(name: str, num_pages: int | None = None, *, overlap: bool = True) -> Engine:
-    program, compiled = executables(name)
-    executor = Executor(program, compiled, tiny_model(name)[1], *init_state(program))
-    limits = (
-        program.limits if num_pages is None else replace(program.limits, num_pages=(num_pages,))
-    )
+def pages_of(model: Model, number: int) -> tuple[int, ...]:
+    """So many pages in each pool of the model."""
+    return (number,) * max(1, len(model.state.bytes_per_entry))
+
+
+def engine(name: str, num_pages: int = 360, *, overlap: bool = True) -> Engine:
+    return served_by(*executables(name), tiny_model(name)[1], num_pages, overlap=overlap)
+
+
+def served_by(
+    program: Program, made: Executables, params: Params, num_pages: int = 360, *, overlap: bool
+) -> Engine:
+    executor = Executor(program, made, params, *init_state(program))
+    limits = replace(program.limits, num_pages=pages_of(program.model, num_pages))
     return engine_of(executor, limits, overlap=overlap)
 
 
@@ -145,3 +158,16 @@ def test_a_reused_prefix_has_the_same_state(name: str) -> None:
     assert used
     for array in cold.keys() - {"cached"}:
         assert np.array_equal(cold[array][used], warm[array][used]), array
+
+
+@pytest.mark.nightly
+def test_contexts_within_the_chosen_number_have_no_pools() -> None:
+    """All tokens are chosen: attention is that to all latents, here without rotated keys."""
+    config, params = {**tiny_config("glm5_next"), "index_topk": 576}, tiny_model("glm5_next")[1]
+    model = build_model(config, "float32", 576)
+    assert [entry.name for entry in model.state.arrays] == ["delta", "conv", *["latent"] * 3]
+    served = served_by(*compiled(model), params, overlap=True)
+    prompts = [tuple(prompt_of(length, length)) for length in (3, 40, 57)]
+    outputs = run(served, prompts, GREEDY)
+    found = [tuple(one.outputs[0].token_ids) for one in outputs]
+    assert found == dense_greedy(model, params, prompts, ANSWER)

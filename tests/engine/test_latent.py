@@ -1,4 +1,6 @@
-"""DeepSeek's families are served: whatever the engine does, tokens are those of the dense form."""
+"""Families with latents or an indexer are served: whatever the engine does, tokens are those of the
+dense form. Contexts have several times the tokens that an indexer chooses.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import TAPS, Bucket
 from jaxinfer.engine.loop.engine import Engine
@@ -22,13 +25,17 @@ from jaxinfer.models.base import forward
 from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.tiny_models import tiny_model
 
-FAMILIES = (pytest.param("deepseek_v2", marks=pytest.mark.nightly), "deepseek_v3")
+AT_NIGHT = ("deepseek_v2", "deepseek_v32", "axk2", "mistral_large4", "hy_v4")
+FAMILIES = (
+    *("deepseek_v3", "glm_moe_dsa", "minimax_m3"),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT),
+)
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LIMITS = replace(
     tiny_limits(max_num_seqs=3, max_num_batched_tokens=16, num_pages=60),
     buckets=(Bucket(3), Bucket(0, 16, 3), Bucket(3, 16, 3, scores=True)),
 )
-FEW_PAGES = 20  # of the 37 that the prompts and their answers fill
+FEW_PAGES = 20  # of each pool, of the 37 that the prompts and their answers fill
 
 
 def prompts_of(*sizes: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
@@ -39,6 +46,12 @@ def prompts_of(*sizes: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
 PROMPTS = prompts_of((1, 40), (1, 33), (5, 3))
 
 
+def limits_of(name: str, num_pages: int = LIMITS.num_pages[0]) -> Limits:
+    """The limits with a pool for each group of layers, as an indexer's keys have their own."""
+    groups = tiny_model(name)[0].state.groups
+    return replace(LIMITS, groups=groups, num_pages=(num_pages,) * len(groups))
+
+
 @cache
 def expected(name: str) -> list[tuple[int, ...]]:
     return dense_greedy(*tiny_model(name), PROMPTS, 12)
@@ -46,7 +59,7 @@ def expected(name: str) -> list[tuple[int, ...]]:
 
 @cache
 def executables(name: str) -> tuple[Program, Executables]:
-    program = Program(tiny_model(name)[0], LIMITS)
+    program = Program(tiny_model(name)[0], limits_of(name))
     return program, compiled_for(program, extras=False)
 
 
@@ -54,7 +67,7 @@ def engine(name: str, num_pages: int = LIMITS.num_pages[0]) -> Engine:
     """The scheduler has ``num_pages``; steps are compiled for the most."""
     program, compiled = executables(name)
     executor = Executor(program, compiled, tiny_model(name)[1], *init_state(program))
-    return engine_of(executor, replace(LIMITS, num_pages=(num_pages,)))
+    return engine_of(executor, limits_of(name, num_pages))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

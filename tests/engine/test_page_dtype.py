@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msgspec import structs
+from msgspec import json, structs
 
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
+from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.exec.run.page_contents import page_contents
 from jaxinfer.models import forward
 from jaxinfer.nn.mixers import attention
 from kit.engines import engine_of, run, tiny_engine, tiny_executor, tiny_limits, tokens
-from kit.tiny_models import FP8, LIKE_OTHERS, NAMES, VOCAB_SIZE, WITH_STATE, tiny_model
+from kit.tiny_models import FP8, LIKE_OTHERS, NAMES, VOCAB_SIZE, WITH_STATE, tiny_config, tiny_model
 from pallas_kernels.lib.page_scales import rounded, values_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -150,6 +154,34 @@ def test_only_entries_of_keys_and_values_change(name: str) -> None:
         *(("k", "uint8"), ("v", "uint8")),
         *(("k_scale", "float32"), ("v_scale", "float32")),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "pages", "message"),
+    [
+        ("deepseek_v4", "fp8", "DeepseekV4ForCausalLM can keep its KV cache only in bfloat16"),
+        ("deepseek_v4", "bfloat16", "DeepseekV4ForCausalLM can keep its KV cache only in float32"),
+        ("falcon_h1", "fp8", "FalconH1ForCausalLM can keep its KV cache only in bfloat16"),
+        ("mamba2", "fp8", "Mamba2ForCausalLM has no KV cache"),
+    ],
+)
+def test_models_that_have_no_such_pages(
+    name: str, pages: Literal["fp8", "bfloat16"], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes(json.encode(tiny_config(name)))
+    dtype = "bfloat16" if pages == "fp8" else "float32"
+    config = EngineConfig(
+        model=str(tmp_path),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        kv_cache_dtype=pages,
+    )
+    with pytest.raises(ConfigError) as caught:
+        plan_engine(config)
+    said = str(caught.value)
+    assert said.startswith(f"kv_cache_dtype is {pages}, but {message}")
+    assert said.endswith("; leave it out")
 
 
 def test_devices_divide_scales_as_heads() -> None:

@@ -85,7 +85,9 @@ def test_many_tokens_convert_8_bit_pages(
     """The converted pages are planned, up to a bound."""
     call = partial(jax_triton.triton_call, compute_capability=90)
     monkeypatch.setattr(jax_triton, "triton_call", call)
-    model = dataclasses.replace(MODEL, config=MODEL.config.with_pages(BITS))
+    decoder = MODEL.config.with_pages(BITS)
+    assert decoder is not None
+    model = dataclasses.replace(MODEL, config=decoder)
     _trace(model, Bucket(16, tokens, 8))
     assert set(chosen) == {kernel}
     with compiling_for(H200):

@@ -84,6 +84,23 @@ OWN_LATENT = merged(LATENT_SIZES, q_lora_rank=20)
 # 8 of up to 48 tokens; with 8 heads hardly a score is 0, which others could be, too
 INDEXER = merged(index_topk=8, index_n_heads=8, index_head_dim=16)
 
+GLM5_NEXT = merged(
+    without(OWN_LATENT, "qk_rope_head_dim"),
+    NO_TOKENS,
+    INDEXER,
+    vocab_size=64,
+    max_position_embeddings=96,
+    moe_intermediate_size=24,
+    num_experts_per_tok=3,
+    index_kpool=4,
+    linear_num_heads=3,
+    linear_head_dim=8,
+)
+GLM5_VISION = merged(
+    **{"hidden_size": 8, "intermediate_size": 8, "depth": 1, "num_heads": 2},
+    **{"out_hidden_size": 32, "projection_intermediate_size": 8, "patch_size": 4, "image_size": 8},
+)
+
 # rope
 DEFAULT_ROPE = merged(rope_type="default", rope_theta=10000.0)
 HALF_ROTARY = merged(DEFAULT_ROPE, partial_rotary_factor=0.5)
@@ -819,6 +836,27 @@ CASES = {
         rope_parameters=merged(DEFAULT_ROPE, mrope_section=[2, 1, 1])),
         vision_config=merged(hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=2, out_hidden_size=32, patch_size=4, max_image_size=8)),
+    # delta, attention with an indexer, delta, attention, in two chunks of 64
+    "glm5_next": case("glm5_next", text_config=merged(GLM5_NEXT, num_hidden_layers=4,
+        layer_types=["linear_attention", "indexed_attention"] * 2, mlp_layer_types=kinds("dede"),
+        n_routed_experts=5, hc_mult=3, hc_eps=1e-2, swiglu_limit=0.8, rms_norm_eps=1e-3,
+        linear_lower_bound=-0.4),
+        vision_config=GLM5_VISION),
+    # attention whose choices the next layer has, too, and pools of 2; decays without a bound
+    "glm5_next_shared": case("glm5_next", text_config=merged(GLM5_NEXT, GROUPS,
+        num_hidden_layers=3, layer_types=["indexed_attention"] * 2 + ["linear_attention"],
+        indexer_types=["full", "shared", "full"], mlp_layer_types=kinds("ede"),
+        n_routed_experts=8, n_shared_experts=2, norm_topk_prob=False, index_kpool=2, hc_mult=2,
+        hc_sinkhorn_iters=3, linear_lower_bound=None, linear_conv_kernel_dim=3,
+        attention_bias=True),
+        vision_config=GLM5_VISION, tie_word_embeddings=True),
+    # in a chunk of 64 and single tokens; transformers' cache has multiples of 64 components
+    "xlstm": case("xlstm", NO_TOKENS, use_cache=False, vocab_size=64, hidden_size=32,
+        num_hidden_layers=2, num_heads=4, norm_eps=1e-3, eps=1e-2, gate_soft_cap=3.0,
+        output_logit_soft_cap=2.0, ffn_proj_factor=1.3, ffn_round_up_to_multiple_of=8,
+        v_dim_factor=0.75),
+    "xlstm_plain": case("xlstm", NO_TOKENS, use_cache=False, vocab_size=64, hidden_size=24,
+        num_hidden_layers=1, num_heads=2, qk_dim_factor=1.0),
     "deepseek_v4": case("deepseek_v4", COMPRESSED),
     "deepseek_v4_window": case("deepseek_v4", COMPRESSED, num_hidden_layers=2, hc_mult=3,
         hc_eps=1e-2, rms_norm_eps=1e-2, layer_types=["sliding_attention"] * 2, swiglu_limit=0.8,

@@ -64,6 +64,8 @@ LENGTHS = {
     **dict.fromkeys(("minimax_m3", "minimax_m3_text"), 40),
     "deepseek_v4": 40,
     **{"qwen4_exp": 70, "qwen4_exp_plain": 30},
+    **{"glm5_next": 80, "glm5_next_shared": 40},
+    "xlstm": 80,
     **dict.fromkeys(("mistral_large4", "hy_v4", "hy_v4_groups", "hy_v4_multimodal"), 40),
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
@@ -87,6 +89,9 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "zamba2": 13,
     "deepseek_v32": 8,
     "deepseek_v32_bias": 3,
+    "glm5_next": 5,
+    "glm5_next_shared": 2,
+    "xlstm": 4,
 }
 FLAT_WITH_IMAGES = ("chameleon",)  # without a config of the text decoder alone
 HEADS = ("lm_head.weight", "output_projection.weight", "embed_out.weight", "head.weight")

@@ -98,6 +98,8 @@ CASES = (
     "hy_v3",
     "hy_v4",
     "deepseek_v4",
+    "glm5_next",
+    "xlstm",
     "mistral4",
     "sarvam_moe",
     "sarvam_mla",

@@ -82,6 +82,14 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             **{"n_shared_experts": 1, "rope_parameters": PARTIAL},
         }
     },
+    "glm5_next": {
+        "text_config": {
+            **without(LATENT, "vocab_size", "hidden_size", "first_k_dense_replace"),
+            **{"qk_rope_head_dim": 0, "q_lora_rank": 20, "n_routed_experts": 8, "index_topk": 16},
+            **{"hc_mult": 2, "linear_num_heads": 2, "linear_head_dim": 8},
+        },
+        "vision_config": {**PATCHES, "projection_intermediate_size": 8},
+    },
     "glm_ocr": {"text_config": {"rope_parameters": PARTIAL}},
     "glmasr": {},
     "got_ocr2": {},

@@ -145,6 +145,8 @@ def _guidance() -> Iterator[tuple[str, Chat]]:
     )
     yield "system at the end", Chat([user(), second], ["QUESTION", "MORE"])
     yield "two users", Chat([user(), user("NEXT")], ["QUESTION", "NEXT"])
+    chat = [user(), answer(), answer("OTHER"), user("NEXT")]
+    yield "two answers", Chat(chat, ["QUESTION", "ANSWER", "OTHER", "NEXT"])
     yield "answer first", Chat([answer(), user()], ["ANSWER", "QUESTION"])
     yield "system and tools", Chat([system, user()], ["GUIDANCE", "look_up"], [FULL])
     yield "developer and tools", Chat([developer, user()], ["DEVELOPED", "look_up"], [FULL])
@@ -201,6 +203,8 @@ def _calls() -> Iterator[tuple[str, Chat]]:
         yield f"result in parts{beside}", Chat(chat, [*CALLED, "RESULT", "REST"], tools)
         chat = [user(), calling(), {**result(), "name": "look_up"}]
         yield f"result with a name{beside}", Chat(chat, [*CALLED, "RESULT"], tools)
+        chat = [user(), calling(), result(), user("NEXT")]
+        yield f"result and text{beside}", Chat(chat, [*CALLED, "RESULT", "NEXT"], tools)
         yield f"empty result{beside}", Chat([user(), calling(), result("")], CALLED, tools)
 
 

@@ -6,6 +6,7 @@ Owns: ``tiny_engine`` and ``run``. Each executable is compiled once for all engi
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from typing import cast
@@ -153,9 +154,16 @@ def engine_of(
     name: str = "tiny",
     overlap: bool = True,
     tokenizer: bool = True,
+    chat_template: str = "",
     tiers: Tiers | None = None,
 ) -> Engine:
-    """An engine over an executor of a tiny model, whose weights can be replaced."""
+    """An engine over an executor of a tiny model, whose weights can be replaced.
+
+    ``chat_template``: instead of the tiny tokenizer's.
+    """
+    spec = tiny_tokenizer_spec()
+    if chat_template:
+        spec = dataclasses.replace(spec, chat_template=chat_template)
     facts = ModelFacts(
         name=name,
         vocab_size=320,
@@ -167,7 +175,7 @@ def engine_of(
         executor,
         limits,
         facts,
-        load_tokenizer(tiny_tokenizer_spec()) if tokenizer else None,
+        load_tokenizer(spec) if tokenizer else None,
         overlap=overlap,
         weights=cast("Weights", OwnWeights(executor)),
         tiers=tiers,

@@ -121,6 +121,8 @@ MORE: dict[str, dict[str, Any]] = {
     "granite_moe_shared": {"num_local_experts": 8},
     "phimoe": {"num_local_experts": 8},
     "llama4": {"num_local_experts": 8},
+    "openpangu_ultra": {"n_routed_experts": 8},
+    "step3": {"moe_num_experts": 8},
 }
 # as published, a device has a part of each expert
 SLICED: dict[str, dict[str, Any]] = {
@@ -599,10 +601,10 @@ def check_refusals(folder: Path) -> None:
         return lambda: LLM(str(config), **given)
 
     for wrong, message in (
-        (of("llama", 3), "4 query heads cannot be divided among 3 devices"),
+        (of("llama", 3), "4 query heads cannot be divided among 3 devices; choose 2 or 4 as tenso"),
         (of("llama", 4, num_attention_heads=12, num_key_value_heads=3), "3 KV heads cannot be"),
         (of("llama", 4, intermediate_size=50), "50 columns of a feed-forward network cannot be"),
-        (of("gpt_oss", 2), "7 experts cannot be divided among 2 devices"),
+        (of("gpt_oss", 2), "7 experts cannot be divided among 2 devices; leave out tensor_paral"),
         (of("qwen3_5", 4), "2 key heads cannot be divided among 4 devices"),
         (of("llama", 8), "tensor_parallel_size is 8, and JAX finds 4 devices of the platform cpu"),
         (lambda: one_kind([Kind("A"), Kind("B")]), "of several kinds, A and B"),

@@ -174,6 +174,7 @@ _OF_LAYERS = ("intermediate_size", "num_hidden_layers")
 _LATENT_SIZES = (
     *("num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
+_STEP3_OTHERS = ("num_key_value_heads", "max_position_embeddings")
 _BAILING = MappingProxyType(
     {
         **_DECODER,
@@ -726,6 +727,36 @@ CONFIGS = MappingProxyType(
             "n_routed_experts": 8,
             "hc_mult": 3,
             "swiglu_limit": 1.0,
+        },
+        "glm5_next": {
+            **{key: value for key, value in _LATENT.items() if not key.startswith("rope")},
+            **_INDEXER,
+            "architectures": ["Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"],
+            "model_type": "glm5_next_text",
+            "num_hidden_layers": 4,
+            "q_lora_rank": 20,
+            "qk_rope_head_dim": 0,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "layer_types": ["linear_attention", *["deepseek_sparse_attention"] * 3],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "index_topk": 8,
+            "index_kpool": 4,
+            "linear_attn_config": {"num_heads": 4, "head_dim": 8, "gate_lower_bound": -2.0},
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 3,
+            "swiglu_limit": 1.0,
+        },
+        "xlstm": {
+            "architectures": ["xLSTMForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "v_dim_factor": 0.5,
+            "ffn_proj_factor": 1.5,
+            "gate_soft_cap": 3.0,
+            "norm_eps": 1e-5,
         },
         "deepseek_v4": {
             "architectures": ["DeepseekV4ForCausalLM"],
@@ -1438,6 +1469,97 @@ CONFIGS = MappingProxyType(
             "linear_num_key_heads": 2,
             "linear_key_head_dim": 8,
         },
+        "chatglm": {
+            "architectures": ["ChatGLMModel", "ChatGLMForConditionalGeneration"],
+            "padded_vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "num_layers": 2,
+            "num_attention_heads": 4,
+            "kv_channels": 8,
+            "multi_query_attention": True,
+            "multi_query_group_num": 2,
+            "add_qkv_bias": True,
+            "seq_length": MAX_LEN,
+            "layernorm_epsilon": 1e-5,
+            "rmsnorm": True,
+            "original_rope": True,
+        },
+        "telechat2": {
+            "architectures": ["TeleChat2ForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "n_layer": 2,
+            "n_head": 4,
+            "num_key_value_heads": 2,
+            "layer_norm_epsilon": 1e-5,
+            "base_seqlen": 128,
+            "training_seqlen": MAX_LEN,
+        },
+        "telechat3": {**_DECODER, "architectures": ["TeleChat3ForCausalLM"]},
+        "teleflm": {
+            **_DECODER,
+            "architectures": ["TeleFLMForCausalLM"],
+            "use_mup": True,
+            "input_mult": 2.0,
+            "output_mult": 1.5,
+            "mup_scale_factor": 2.0,
+        },
+        "openpangu": {**_DECODER, "architectures": ["PanguEmbeddedForCausalLM"], "bias": True},
+        "openpangu_ultra": {
+            **_DECODER,
+            **{key: _LATENT[key] for key in _LATENT_SIZES},
+            **_BIASED_EXPERTS,
+            "architectures": ["PanguUltraMoEForCausalLM"],
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "sandwich_norm": True,
+            "router_enable_expert_bias": True,
+        },
+        "plamo3": {
+            **_DECODER,
+            "architectures": ["Plamo3ForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "window_size": 7,
+            "sliding_window_pattern": 2,
+            "rope_theta": 1000.0,
+            "rope_local_theta": 100.0,
+        },
+        "param2moe": {
+            **{key: value for key, value in _BAILING.items() if "group" not in key},
+            "architectures": ["Param2MoEForCausalLM"],
+            "num_shared_experts": 2,
+            "norm_topk_prob": True,
+            "use_qk_norm": True,
+            "rope_theta": 1000.0,
+        },
+        "step3": {
+            **{k: v for k, v in _DECODER.items() if k not in _STEP3_OTHERS},
+            "architectures": ["Step3TextForCausalLM", "Step3VLForConditionalGeneration"],
+            "num_hidden_layers": 3,
+            "num_attention_groups": 1,
+            "max_position_embedding": MAX_LEN,
+            "head_dim": 16,
+            "share_q_dim": 20,
+            "share_expert_dim": 24,
+            "moe_num_experts": 5,
+            "moe_top_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_layers_enum": "1,2",
+        },
+        "solar": {
+            **_DECODER,
+            "architectures": ["SolarForCausalLM"],
+            "num_hidden_layers": 4,
+            "bskcn_1": [1, 3],
+            "bskcn_2": [2],
+            "bskcn_3": [2],
+            "bskcn_4": [3],
+            "bskcn_tv": [0.9, 0.8],
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -1512,7 +1634,11 @@ LIKE_OTHERS = (
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
     *("apertus1p5", "zamba", "zamba2", "kolibri1", "lara_mini", "molmo2"),
     *("deepseek_v32", "axk2", "mistral_large4", "hy_v4"),  # as glm_moe_dsa
-    *("deepseek_v4", "qwen4_exp"),
+    *("deepseek_v4", "glm5_next", "xlstm", "qwen4_exp"),
+    *("chatglm", "telechat2", "telechat3", "teleflm", "openpangu", "openpangu_ultra", "plamo3"),
+    *("param2moe",),
+    "step3",  # attention as llama's, after a latent as deepseek_v3's
+    "solar",  # llama's layers, with copies of the stream
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1531,7 +1657,8 @@ WITH_STATE = (
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
-    *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4", "qwen4_exp"),
+    *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4", "glm5_next", "xlstm"),
+    "qwen4_exp",
 )
 
 # of Zamba's blocks, without which scores are so large that rounding decides
@@ -1546,7 +1673,9 @@ def tiny_model(name: str, dtype: str = "float32") -> tuple[Model, Params]:
     """
     model = build_model(CONFIGS[name.removesuffix(FP8)], dtype)
     if name.endswith(FP8):
-        model = replace(model, config=model.config.with_pages(BITS))
+        decoder = model.config.with_pages(BITS)
+        assert decoder is not None
+        model = replace(model, config=decoder)
     return model, random_params(model)
 
 

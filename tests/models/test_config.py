@@ -363,6 +363,7 @@ _SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings
     [
         ("gpt_oss", {"hidden_act": "gelu"}),
         ("kimi_linear", {"tie_word_embeddings": True}),
+        ("xlstm", {"tie_word_embeddings": True}),
         ("bailing_hybrid", {"tie_word_embeddings": True, "linear_head_dim": 16, "head_dim": 8}),
         (
             "nemotron_h",

@@ -113,6 +113,7 @@ READ_BY = {
     "mistral_large4": {*("moe_intermediate_size", "num_local_experts", "final_logit_softcapping")},
     "hy_v4": {"moe_intermediate_size", "num_local_experts"},
     "deepseek_v4": {"moe_intermediate_size", "num_local_experts"},
+    "glm5_next": {"moe_intermediate_size", "num_local_experts"},
     "glm4_moe_lite": {"moe_intermediate_size", "num_local_experts"},
     "exaone_moe": {*_COUNTS, "moe_intermediate_size", "sliding_window_pattern"},
     "solar_open": {"moe_intermediate_size", "num_local_experts"},
@@ -171,6 +172,12 @@ READ_BY = {
     "bailing_v2": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
     "bailing_linear": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
     "bailing_v2_5": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
+    "chatglm": {"rope_ratio"},
+    "solar": {"logit_scale"},
+    "step3": {"moe_intermediate_size", "num_local_experts"},
+    "openpangu_ultra": {"moe_intermediate_size", "num_local_experts"},
+    "plamo3": {"sliding_window_pattern", "window_size"},
+    "param2moe": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
 }
 
 

@@ -16,6 +16,7 @@ from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.server.api.tools import AnswerReading, ToolChoice
 from jaxinfer.text.answers.formats import answer_format
 from jaxinfer.text.tokenizer import load_tokenizer
+from kit.answer_matrix import Seen, read, read_stream
 from kit.api_calls import CHATS, ask, events
 from kit.scripted import ScriptedDevice, scripted_engine
 from kit.server import Serving, serving
@@ -64,6 +65,7 @@ PROMPTS = {
     "qwen3.5, closed": Prompt("qwen3.5", {"enable_thinking": False}, ""),
     "deepseek-v3.1, opened": Prompt("deepseek-v3.1", {"thinking": True}, "hm</think>", "hm"),
     "deepseek-v3.1, closed": Prompt("deepseek-v3.1", {}, ""),
+    "deepseek-v4, opened": Prompt("deepseek-v4", {"thinking": True}, "hm</think>", "hm"),
     "deepseek-r1, opened": Prompt("deepseek-r1", {}, "hm\n</think>\n\n", "hm"),
     "smollm3, closed": Prompt("smollm3", {"enable_thinking": False}, ""),
     "gpt-oss, thinks": Prompt(
@@ -168,6 +170,60 @@ def test_strings_of_a_form_may_contain_marks(
     chunks = events(server.post(CHATS, stream=True, **body))
     assert joined(chunks, "content") == text
     assert joined(chunks, "reasoning").strip() == prompt.reasoning
+
+
+MARKED = {"choice": f"It is {' '.join(MARKS)}", "regex": f"<a>{MARKS[0]}{MARKS[-1]}</a>"}
+MARKED["json_schema"] = json.dumps({"q": MARKED["choice"]})
+FORMS_OF_APIS = {  # schemas of chats are above
+    "chat": ("choice", "regex"),
+    "responses": (*MARKED,),
+    "messages": ("json_schema",),
+}
+
+
+def with_form(api: str, kind: str) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a request whose form has marks of thoughts and calls."""
+    schema = {**SCHEMA, "properties": {"q": {"type": "string"}}, "required": ["q"]}
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    own: dict[str, Any] = {
+        "choice": {"structured_outputs": {"choice": ["no", MARKED["choice"]]}},
+        "regex": {"structured_outputs": {"regex": r"<a>(.|\n)*</a>"}},
+    }.get(kind, {})
+    question = [{"role": "user", "content": "How many?"}]
+    match api:
+        case "chat":
+            return CHATS, {"messages": question, "max_tokens": 500, **own}
+        case "responses":
+            own = own or {"text": {"format": form}}
+            return "/v1/responses", {"input": "How many?", "max_output_tokens": 500, **own}
+        case _:
+            own = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+            return "/v1/messages", {"messages": question, "max_tokens": 500, **own}
+
+
+def tools_of(api: str) -> list[Any]:
+    """A function in the form of the API."""
+    if api == "messages":
+        return [{"name": "f", "input_schema": SCHEMA}]
+    return [TOOL if api == "chat" else {"type": "function", **TOOL["function"]}]
+
+
+@pytest.mark.parametrize(
+    ("api", "kind"), [(api, kind) for api, kinds in FORMS_OF_APIS.items() for kind in kinds]
+)
+@pytest.mark.parametrize("name", ["qwen3, thinks", "deepseek-v4, opened", "gpt-oss, thinks"])
+def test_marks_within_each_form_of_each_api(
+    servers: dict[str, Server], name: str, api: str, kind: str
+) -> None:
+    prompt = PROMPTS[name]
+    server, device = servers[prompt.template]
+    device.speak(said(prompt, MARKED[kind]))
+    path, body = with_form(api, kind)
+    body |= {"chat_template_kwargs": prompt.variables} if prompt.variables else {}
+    body["tools"] = tools_of(api)
+    whole = read(api, ask(server, path, **body))
+    assert whole == Seen(prompt.reasoning, MARKED[kind], (), "stop")
+    assert read_stream(api, server.post(path, stream=True, **body).text) == whole
 
 
 @pytest.mark.parametrize("name", PROMPTS)

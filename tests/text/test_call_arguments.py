@@ -13,6 +13,7 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.text.answers.formats import answer_format
 from jaxinfer.text.answers.parser import AnswerParser
 from jaxinfer.text.answers.structure import calls_tag, strict_tag
+from jaxinfer.text.tool_texts import written_calls
 
 pytest.importorskip("llguidance")
 from kit.answer_parts import calls_of
@@ -137,13 +138,27 @@ def test_a_limited_text_has_no_marks_of_arguments(style: str) -> None:
     """It would be read as the end of the argument, or as another one."""
     found = answer_format("", tool_call_parser=style)
     assert found is not None and found.calls is not None
-    form = form_of(style, function({**TEXT, "maxLength": 60}))
+    form = form_of(style, function({**TEXT, "maxLength": 30}))
     begin = found.calls.argument_begin.replace("{name}", "v").replace("{string}", "true")
     before = found.calls.before + found.calls.begin.replace("{name}", "f") + begin
     after = found.calls.argument_end + found.calls.end + found.calls.after
     assert form.accepts(f"{before}one\ntwo{after}")
     mark = found.calls.argument_end.strip()
     assert not form.accepts(f"{before}one{mark}two{after}")
+
+
+@pytest.mark.parametrize("style", ["qwen3_coder", "gemma4", "hermes"])
+def test_long_texts_of_functions_that_are_not_strict(style: str) -> None:
+    """llguidance counts the characters of limited texts, of these more than it can follow."""
+    texts = {f"a{number}": {**TEXT, "maxLength": 1000 + number} for number in range(8)}
+    called = {"name": "f", "parameters": {"type": "object", "properties": texts}}
+    found = answer_format("", tool_call_parser=style)
+    assert found is not None and found.calls is not None
+    values = {name: "a word " * 90 for name in texts}
+    assert form_of(style, called).accepts(written_calls(found.calls, [("f", values)], 0))
+    short = {"name": "f", "parameters": {"properties": {"a": {**TEXT, "maxLength": 20}}}}
+    too_long = written_calls(found.calls, [("f", {"a": "a word " * 3})], 0)
+    assert not form_of(style, short).accepts(too_long)
 
 
 UNDECLARED: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -18,6 +18,7 @@ from jaxinfer.text.answers.structure import calls_tag, strict_tag
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 from jaxinfer.text.grammar.thinking import ThoughtTracker
 from jaxinfer.text.tokenizer import load_tokenizer
+from jaxinfer.text.tool_texts import written_calls
 from kit.answer_parts import ReadCall, calls_of, texts_of
 from kit.answer_texts import WRITERS, Message
 from kit.tokenizers import TINY_EOS_ID, TINY_VOCAB_SIZE, tiny_tokenizer_spec
@@ -253,6 +254,46 @@ def test_nested_arguments(compiler: ConstraintCompiler, name: str) -> None:
     for text in texts:
         (part,) = parts_of(found, text, NESTED)
         check_call(part, text, NESTED)
+
+
+# as zod writes references: to where a schema occurs first
+TREE = {
+    "type": "object",
+    "properties": {
+        "leaf": {"anyOf": [{"type": "string"}, {"$ref": "#/properties/tree"}]},
+        "kinds": {"type": "array", "items": {"enum": ["a", "b"]}},
+    },
+    "required": ["leaf"],
+    "additionalProperties": False,
+}
+PLANT = {
+    "plant": {
+        "name": "plant",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "tree": TREE,
+                "other": {"$ref": "#/properties/tree/properties/leaf/anyOf/1"},
+                "kinds": {"$ref": "#/properties/tree/properties/kinds"},
+            },
+            "required": ["tree", "other", "kinds"],
+        },
+    }
+}
+PLANTED = {"tree": {"leaf": {"leaf": "x"}}, "other": {"leaf": "y"}, "kinds": ["b"]}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v4", "gemma4", "pythonic"])
+def test_references_to_other_arguments(compiler: ConstraintCompiler, name: str) -> None:
+    found, constraint = constraint_of(compiler, name, functions=PLANT)
+    assert found.calls is not None
+    text = written_calls(found.calls, [("plant", PLANTED)], 0)
+    assert TINY_EOS_ID in allowed(constraint.begin(tuple(text.encode())))
+    (part,) = parts_of(found, text, PLANT)
+    assert json.loads(part.arguments) == PLANTED
+    at = text.rindex("b")  # of the kinds
+    with pytest.raises(ValueError, match="satisfy|no token"):
+        constraint.begin(tuple(f"{text[:at]}c{text[at + 1 :]}".encode()))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from kit.chat_histories import (
 )
 from kit.scripted import TEMPLATES
 
-LATER = ("developer in the middle", "system in the middle", "system at the end")
 # of a template, the chats that it does not render whole by its own design
 DROPPED: Mapping[str, Sequence[str]] = {
     # text beside a call; gpt-oss writes it as thoughts, until the turn has its answer
@@ -45,9 +44,9 @@ DROPPED: Mapping[str, Sequence[str]] = {
     "own-typed": ("tool: nested",),
 }
 REFUSED: Mapping[str, Sequence[str]] = {
-    "mistral-nemo": ("two users", "answer first", *LATER),
-    "own-parts": ("two users", "answer first", *LATER),
-    "own-no-system": ("two users", "answer first", "*system*", "*developer*", "* in parts"),
+    "mistral-nemo": ("answer first",),
+    "own-parts": ("answer first",),
+    "own-no-system": ("answer first", "*system*", "*developer*", "* in parts"),
 }
 
 
@@ -119,6 +118,18 @@ def test_chats(path: Path) -> None:
             "smollm3",
             [user(), answer(), {"role": "system", "content": "A"}, user()],
             [user(), answer(), user("A"), user()],
+        ),
+        # roles that must alternate: as clients of agents send them (mistral-common's issue 169)
+        ("mistral-nemo", [user("A"), user("B"), answer()], [user("A\n\nB"), answer()]),
+        (
+            "mistral-nemo",
+            [user(), calling(), result("1"), user("A"), user("B")],
+            [user(), calling(), result("1\n\nA\n\nB")],
+        ),
+        (
+            "mistral-nemo",
+            [user(), answer("A"), answer("B"), {"role": "system", "content": "C"}, user("D")],
+            [user(), answer("A\n\nB"), user("C\n\nD")],
         ),
     ],
 )

@@ -135,10 +135,20 @@ LIST = '[{"name": "f", "arguments": {"n": 7}}]'
                 ("a:[b c, 1.5,None]", {"a": ["b c", 1.5, None]}),
                 ("a:'b',n:7", {"a": "b", "n": 7}),
                 ("a:it's,n:7", {"a": "it's", "n": 7}),
+                ("a:'b, c: {d}.pdf', n:7", {"a": "b, c: {d}.pdf", "n": 7}),
+                ("a:'it's, {b', n:7", {"a": "it's, {b", "n": 7}),
+                ("a:'b\\'c\\n, d'", {"a": "b'c\n, d"}),
+                ("a:'tis so,n:7", {"a": "'tis so", "n": 7}),
+                # without the first mark, or with another one
+                ("a:'b, c<|\"|>,n:7", {"a": "b, c", "n": 7}),
+                ("a:b c <|\"|>,n:7", {"a": "b c", "n": 7}),
             )
         ),
         ("gemma4", "<|tool_call>call:f{s:a b}<tool_call|>", Message(calls=(("f", {"s": "a b"}),))),
         ("gemma4", "<|tool_call>call:f{n:}<tool_call|>", None),
+        # a server's name before the tool's, which is also part of some names
+        ("gemma4", "<|tool_call>call:a:b:f{n:7}<tool_call|>", CALL),
+        ("gemma4", "<|tool_call>call:a:g{n:7}<tool_call|>", Message(calls=(("a:g", {"n": 7}),))),
         ("kimi_k2", '<|tool_call_begin|>f<|tool_call_argument_begin|>x<|tool_call_end|>', None),
         # Kimi-K2: ids that a client has sanitised; marks in the singular
         *(

@@ -244,7 +244,6 @@ def test_of_fp8_matrices_only_experts_are_in_tiles(
     monkeypatch.setattr("jaxinfer.models.quantised.arranged_on_device", recorded)
     if not built:
         monkeypatch.setattr("pallas_kernels.native.library.library", lambda: None)
-        monkeypatch.setattr("pallas_kernels.lib.arrangements.library", lambda: None)
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128}
     model = build_model({**tiny_config("qwen3_moe"), **sizes, "head_dim": 32}, "float32")
     config, tensors, _ = published_formats.published("Qwen3-FP8", of=model)

@@ -288,6 +288,16 @@ def test_another_number_of_key_heads_of_hunyuan_4_is_that_of_queries() -> None:
         ("hy_v4", {"indexer_rope_interleave": False}, "is False, and this family supports only"),
         ("hy_v4", {"gating_type": "headwise"}, "is 'headwise', and this family supports only"),
         ("hy_v4", {"swiglu_limit": 0.0}, "'swiglu_limit' must be a positive number"),
+        ("glm5_next", {"qk_rope_head_dim": 8}, "is 8, and this family supports only 0"),
+        ("glm5_next", {"index_kpool_always_select_tail": False}, "is False, and this family supp"),
+        ("glm5_next", {"index_kpool": 3}, "'index_topk' 8 is not a multiple of 'index_kpool' 3"),
+        ("glm5_next", {"indexer_types": ["full", *["shared"] * 3]}, "lets layer 1 attend to the"),
+        ("glm5_next", {"indexer_types": ["full"] * 2 + ["shared"] * 2}, "lets layer 3 attend to"),
+        ("glm5_next", {"linear_attn_config": [4]}, "'linear_attn_config' must be an object, got"),
+        ("glm5_next", {"linear_attn_config": {"gate": 1}}, "has the key 'gate', which this family"),
+        ("glm5_next", {"linear_attn_config": {"kda_layers": [1]}}, "has other layers in 'kda_laye"),
+        ("glm5_next", {"linear_attn_config": {"num_heads": 0}}, "'num_heads' must be a positive"),
+        ("glm5_next", {"linear_attn_config": {"gate_lower_bound": 1}}, "above -10000, got 1"),
     ],
 )
 def test_a_wrong_config_is_refused(family: str, change: dict[str, Any], message: str) -> None:

@@ -71,6 +71,7 @@ def planned(source: ModelSource) -> set[str]:
     ("key", "name"),
     [
         ("num_nextn_predict_layers", "model.layers.{}."),  # DeepSeek-V3 and R1, GLM-4.5
+        ("num_nextn_predict_layers", "model.language_model.layers.{}."),  # GLM-5.3-Flash
         ("num_nextn_predict_layers", "model.mtp_layers.{}."),  # MiMo
         ("mtp_num_hidden_layers", "mtp.layers.{}."),  # Qwen3.5
         ("", "mtp.layers.{}."),  # Qwen3-Next: config.json does not say that there is one
@@ -79,7 +80,7 @@ def planned(source: ModelSource) -> set[str]:
 @pytest.mark.parametrize("shards", [1, 3])
 def test_they_are_left_out_with_one_line(tmp_path: Path, key: str, name: str, shards: int) -> None:
     tensors, notes = tensors_of(CONFIG), Notes()
-    first = LAST if name == "model.layers.{}." else 0
+    first = LAST if name in ("model.layers.{}.", "model.language_model.layers.{}.") else 0
     config = {**CONFIG, "num_nextn_predict_layers": 0, **({key: 1} if key else {})}
     extra = prediction_layer(tensors, first, name)
     folder = write_hf_folder(tmp_path, config, tensors | extra, shards=shards)

@@ -23,7 +23,6 @@ from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import plan_params
 from kit.quantised_models import WIDTH, quantised_tensors
 from kit.tiny_models import tiny_config
-from pallas_kernels.lib import arrangements
 from pallas_kernels.lib.arrangements import ARRANGEMENTS, rows_of
 from pallas_kernels.lib.quantised import (
     KINDS,
@@ -52,7 +51,6 @@ def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values(
 ) -> None:
     if not built:
         monkeypatch.setattr(library, "library", lambda: None)
-        monkeypatch.setattr(arrangements, "library", lambda: None)
     made: dict[str, np.ndarray] = {}
     model = replace(MODEL, arrangement=arrangement)
     for planned in plan_params(model, CHECKPOINT):

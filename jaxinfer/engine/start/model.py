@@ -18,9 +18,10 @@ from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.lib.arrangements import LANES, TILES
 from pallas_kernels.lib.checks import not_hopper
 from pallas_kernels.lib.page_scales import BITS
-from pallas_kernels.native.library import variants
+from pallas_kernels.native.library import missing
 from pallas_kernels.quantised_gemm.native import misfit_of
 
+MANY_DEVICES = 16  # up to which an error names the numbers that can have a model
 PAGE_DTYPES = MappingProxyType({"bfloat16": jnp.dtype("bfloat16"), "fp8": BITS})
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ def model_of(
     divided, or ``SourceError``.
     """
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
-    if (pages := page_dtype(config, model)) != model.config.dtype:
-        model = replace(model, config=model.config.with_pages(pages))
+    model = _with_pages(model, config)
     if config.enable_expert_parallel and not model.config.experts:
         raise ConfigError(
             f"enable_expert_parallel is on, but {model.architecture} has no experts; leave it out"
@@ -53,12 +53,47 @@ def model_of(
     return source, model if devices == 1 else _divided(model, config, devices)
 
 
+def _with_pages(model: Model, config: EngineConfig) -> Model:
+    """The model with pages of ``kv_cache_dtype``; raises ``ConfigError`` if it can have none."""
+    if (pages := page_dtype(config, model)) == model.config.dtype:
+        return model
+    refused = f"kv_cache_dtype is {config.kv_cache_dtype}, but {model.architecture} "
+    if not any(model.state.bytes_per_entry):
+        raise ConfigError(f"{refused}has no KV cache; leave it out")
+    if (decoder := model.config.with_pages(pages)) is None:
+        raise ConfigError(
+            f"{refused}can keep its KV cache only in {model.config.dtype}, the dtype of the model; "
+            "leave it out"
+        )
+    return replace(model, config=decoder)
+
+
 def page_dtype(config: EngineConfig, model: Model) -> jnp.dtype:
     """The dtype of pages that the settings name, or the model's own."""
     return PAGE_DTYPES.get(config.kv_cache_dtype, model.config.dtype)
 
 
 def _divided(model: Model, config: EngineConfig, devices: int) -> Model:
+    """The model on several devices; raises ``ConfigError``, which names the numbers of devices that
+    can have it, since heads, experts and groups all count.
+    """
+    try:
+        return _parts(model, config, devices)
+    except ConfigError as error:
+        found = [str(n) for n in range(2, MANY_DEVICES + 1) if _is_divisible(model, config, n)]
+        sizes = f"choose {' or '.join(found)} as" if found else "leave out"
+        raise ConfigError(f"{error}; {sizes} tensor_parallel_size") from error
+
+
+def _is_divisible(model: Model, config: EngineConfig, devices: int) -> bool:
+    try:
+        _parts(model, config, devices)
+    except ConfigError:
+        return False
+    return True
+
+
+def _parts(model: Model, config: EngineConfig, devices: int) -> Model:
     """The model on several devices, with whole experts on each or a part of every expert.
 
     Raises ``ConfigError`` if it cannot be divided.
@@ -112,7 +147,7 @@ def _kept(config: EngineConfig, forms: Forms, platform: str) -> dict[str, Any]:
     """The fields of a model for weights that stay quantised, and the order that kernels read."""
     if platform != "cpu":
         return {"forms": forms, "arrangement": TILES.name if not_hopper() is None else None}
-    native = bool(variants())
+    native = missing() is None
     if config.cpu_weights == "auto":  # XLA dequantises a matrix of another form at each call
         forms = tuple((name, form) for name, form in forms if native and misfit_of(form) is None)
     elif config.cpu_weights == "float32":

@@ -50,13 +50,13 @@ class FeedForward(nn.Module):
         """
         c, name = self.config, "gate_up" if self.config.gated else "up"
         w, down = weight(self, name), weight(self, "down")
-        bias = param(self, f"{name}_bias") if c.bias else None
+        bias = param(self, f"{name}_bias") if c.bias is True else None
         gelu = c.activation == "gelu_tanh" and w.is_dense
-        swiglu = c.gated and (c.activation == "silu" or gelu) and not c.bias  # in one kernel
+        swiglu = c.gated and (c.activation == "silu" or gelu) and bias is None  # in one kernel
         swiglu = swiglu and c.gate_scale == c.out_scale == 1.0
         swiglu = swiglu and all(one is None for one in (c.gate_cutoff, c.limit, c.swiglu))
         swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
-        fusible = swiglu and not ctx.uses("mlp_post") and c.norm is None
+        fusible = swiglu and not ctx.uses("mlp_post") and c.norm is None and not c.bias
         if fusible and all(isinstance(one.matrix, Quantised) for one in (w, down)):
             x, split = stream.x, ctx.splits
             args = MlpArgs(x=x, gate_up=w.matrix, down=down.matrix, split=split, pins=ctx.pins)

@@ -90,7 +90,7 @@ class Experts(nn.Module):
         out = out if kept is None else added_partials(out, kept)
         shared, is_separate = (
             None,
-            c.shared is not None and c.shared.bias,
+            c.shared is not None and bool(c.shared.bias),
         )  # else one sum over devices
         if c.shared is not None:
             none = Norm(norm.weights, norm.row, norm.eps, "none")

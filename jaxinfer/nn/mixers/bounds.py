@@ -24,6 +24,7 @@ from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.mixers.lightning_spec import LightningConfig
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
 from jaxinfer.nn.mixers.mamba_spec import MambaConfig
+from jaxinfer.nn.mixers.pooled_latent_spec import PooledLatentConfig
 from jaxinfer.nn.mixers.rg_lru_spec import RgLruConfig
 from jaxinfer.nn.mixers.rwkv_spec import SHIFT, ChannelMixConfig, TimeMixConfig
 from pallas_kernels.block_topk import api as block_topk
@@ -128,7 +129,7 @@ def indexed_latent_bytes(config: IndexedLatentConfig, step: StepShape) -> int:
         pages=of((1, 16, c.rank if is_scaled else c.entry_dim), c.page_dtype or dtype),
         page_table=table,
         rows=rows,
-        positions=of((tokens, c.top_k), jnp.int32),
+        positions=of((tokens, c.most_tokens), jnp.int32),
         scales=of((1, 16, num_groups(c.rank)), jnp.float32) if is_scaled else None,
         rope_pages=of((1, 16, c.rope_dim), ROPE_DTYPE) if is_scaled else None,
         scale=c.scale,
@@ -142,11 +143,23 @@ def indexed_latent_bytes(config: IndexedLatentConfig, step: StepShape) -> int:
             page_table=table,
             rows=rows,
             lens=rows,
-            top_k=c.top_k,
+            top_k=c.top_k // c.tokens_per_key,
         )
         ops.append((index_topk.OP, among))
     found = (workspace_of(op, step.platform, args, step.pins.of(op.name)) for op, args in ops)
-    return max(found) + 4 * tokens * c.top_k
+    return max(found) + 4 * tokens * c.most_tokens
+
+
+def pooled_latent_bytes(config: PooledLatentConfig, step: StepShape) -> int:
+    """The same, and the keys and gates of pools in float32, as they are gathered, and their weights
+    (``windows.compressed``).
+    """
+    found, c = indexed_latent_bytes(config, step), config
+    if c.indexer is None:
+        return found
+    tokens = step.x.shape[0]
+    pools = tokens // c.pool + 2 * step.num_prompts
+    return found + 4 * c.indexer.head_dim * (5 * (tokens + c.pool * pools) + 9 * pools)
 
 
 def indexed_attention_bytes(config: IndexedAttentionConfig, step: StepShape) -> int:

@@ -86,11 +86,15 @@ class Delta(nn.Module):
         return x, block_output(out, weight(self, "o"), ctx), state
 
     def _with_gates(self, qkvz: jax.Array, ba: jax.Array, ctx: StepContext) -> _Tokens:
-        """The tokens, with gates expanded from their latents."""
+        """The tokens, with gates expanded from their latents, and bounded ones of decays."""
+        tokens, c = self._expanded(qkvz, ba, ctx), self.config
+        if c.decay_floor is None:
+            return tokens
+        return tokens._replace(gates=_bounded(tokens.gates, param(self, "decay"), c))
+
+    def _expanded(self, qkvz: jax.Array, ba: jax.Array, ctx: StepContext) -> _Tokens:
+        """The tokens, with gates expanded from their latents, if they have some."""
         c, rank = self.config, self.config.gate_rank
-        if c.decay_floor is not None:
-            assert rank is None
-            return _Tokens(qkvz, _bounded(ba, param(self, "decay"), c), None)
         if rank is None:
             return _Tokens(qkvz, ba, None)
         b, of_decay, of_output = jnp.split(ba, (-2 * rank, -rank), axis=1)

@@ -116,18 +116,20 @@ class IndexedLatentAttention(nn.Module):
         if c.indexer is None:
             assert state is not None, "an earlier layer has chosen"
             return state[CHOSEN]
-        index, own = _index(self, c, c.indexer, made, ctx), jnp.arange(count)
+        index, lens = index_of(self, c, c.indexer, made, ctx), jnp.arange(1, count + 1)
+        keys, size = self.keys_densely(index.keys, made.h, ctx), c.tokens_per_key
 
         def with_head(total: jax.Array, head: Any) -> tuple[jax.Array, None]:
             q, weights = head  # [T, I], float32[T]
-            found = jnp.matmul(q, index.keys.T, preferred_element_type=jnp.float32)
+            found = jnp.matmul(q, keys.T, preferred_element_type=jnp.float32)
             return total + weights[:, None] * jax.nn.relu(found), None
 
         heads = index.q.swapaxes(0, 1), index.weights.T
-        scores, _ = jax.lax.scan(with_head, jnp.zeros((count, count)), heads)
-        scores = jnp.where(own <= own[:, None], jax.lax.stop_gradient(scores), -jnp.inf)
-        _, best = jax.lax.top_k(scores, c.top_k)
-        return jnp.where(jnp.arange(c.top_k) <= own[:, None], best, NO_POSITION)
+        scores, _ = jax.lax.scan(with_head, jnp.zeros((count, len(keys))), heads)
+        seen, most = (lens // size)[:, None], c.top_k // size
+        is_seen = jnp.arange(len(keys)) < seen
+        _, best = jax.lax.top_k(jnp.where(is_seen, jax.lax.stop_gradient(scores), -jnp.inf), most)
+        return self.tokens_of(jnp.where(jnp.arange(most) < seen, best, NO_POSITION), lens)
 
     def _paged(
         self,
@@ -149,20 +151,19 @@ class IndexedLatentAttention(nn.Module):
         if c.indexer is None:
             chosen = state[CHOSEN][tokens]
         else:
-            index, pages = _index(self, c, c.indexer, made, ctx), ctx.pages[-1]
-            own[KEY] = jax.lax.optimization_barrier(
-                written(state[KEY], index.keys, pages.slot_mapping)
-            )
+            index = index_of(self, c, c.indexer, made, ctx)
+            own |= self.with_keys(index.keys, made.h, state, ctx)
             among = IndexTopkArgs(
                 q=index.q[tokens],
                 weights=index.weights[tokens],
                 pages=own[KEY],
-                page_table=pages.page_table,
+                page_table=ctx.pages[-1].page_table,
                 rows=of_rows,
-                lens=lens[tokens],
-                top_k=c.top_k,
+                lens=lens[tokens] // c.tokens_per_key,
+                top_k=c.top_k // c.tokens_per_key,
             )
-            chosen = own[CHOSEN] = index_topk(among, ctx.pinned("index_topk"))
+            found = index_topk(among, ctx.pinned("index_topk"))
+            chosen = own[CHOSEN] = self.tokens_of(found, lens[tokens])
         args = SparseLatentArgs(
             q=made.tokens.q[tokens],
             k_up=kv_b.k,
@@ -177,11 +178,42 @@ class IndexedLatentAttention(nn.Module):
         own |= {SHARED: latents} if c.shares else {}
         return sparse_latent(args, ctx.pinned("sparse_latent")), own
 
+    def keys_densely(
+        self,
+        keys: jax.Array,  # [T, I]
+        h: jax.Array,  # [T, D]
+        ctx: StepContext,
+    ) -> jax.Array:  # [T // tokens_per_key, I]
+        """The keys of one whole sequence that an indexer compares."""
+        del h, ctx
+        return keys
+
+    def with_keys(
+        self,
+        keys: jax.Array,  # [T, I]
+        h: jax.Array,  # [T, D]
+        state: LayerArrays,
+        ctx: StepContext,
+    ) -> LayerArrays:
+        """The arrays of the layer that have keys, with those of the step's tokens."""
+        del h
+        slots = ctx.pages[-1].slot_mapping
+        return {KEY: jax.lax.optimization_barrier(written(state[KEY], keys, slots))}
+
+    def tokens_of(
+        self,
+        chosen: jax.Array,  # int32[T, K]: of keys; -1 for none
+        lens: jax.Array,  # int32[T]: the tokens that each token sees
+    ) -> jax.Array:  # int32[T, K]
+        """The positions of the tokens to which each token attends, of the keys that it chooses."""
+        del lens
+        return chosen
+
     def _sinks(self) -> jax.Array | None:  # [N]
         return param(self, "sinks") if self.config.sinks else None
 
 
-class _Index(NamedTuple):
+class Index(NamedTuple):
     """The queries, their weights and the keys that an indexer compares."""
 
     q: jax.Array  # [T, J, I]
@@ -189,13 +221,13 @@ class _Index(NamedTuple):
     keys: jax.Array  # [T, I]
 
 
-def _index(
+def index_of(
     module: nn.Module,
     config: IndexedLatentConfig,
     indexer: IndexerConfig,
     made: Projected,
     ctx: StepContext,
-) -> _Index:
+) -> Index:
     """Queries, weights of their heads and keys of the tokens; every device has all of them."""
     c, rope = indexer, config.rope_dim
 
@@ -220,7 +252,7 @@ def _index(
         return jnp.concatenate((before, own, after), axis=-1)
 
     scale = (c.num_heads * c.head_dim) ** -0.5
-    return _Index(turned(q), weights * scale, turned(keys[:, None])[:, 0])
+    return Index(turned(q), weights * scale, turned(keys[:, None])[:, 0])
 
 
 def _mask(chosen: jax.Array) -> jax.Array:  # int32[T, K] -> bool[T, T]

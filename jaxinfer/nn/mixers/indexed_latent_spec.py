@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
 
@@ -24,9 +24,12 @@ CHOSEN = "chosen"  # int32[T, K]: the positions of each token; -1 for none
 SHARED = "shared"  # the pools of its entries and their page table; in the dense form the entries
 
 
-def index_keys(width: int, pages: jnp.dtype) -> PagedKind:
-    """The pages of an indexer's keys, which have 16 bits if other ``pages`` have 8."""
-    return PagedKind((Entry(KEY, (width,), ROPE_DTYPE if pages == BITS else pages),))
+def index_keys(width: int, pages: jnp.dtype, tokens: int = 1) -> PagedKind:
+    """The pages of an indexer's keys, one for so many tokens, which have 16 bits if other ``pages``
+    have 8.
+    """
+    entry = Entry(KEY, (width,), ROPE_DTYPE if pages == BITS else pages)
+    return PagedKind((entry,), tokens_per_entry=tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,17 @@ class IndexedLatentConfig(LatentAttentionConfig):
         assert (self.reads is None) == self.own_entries, "a layer has entries or reads others"
         assert self.always or not self.sinks, "attention to all tokens has no sinks"
 
-    def for_context(self, length: int) -> IndexedLatentConfig:
+    @property
+    def tokens_per_key(self) -> int:
+        """The tokens of the context that have one key of the indexer."""
+        return 1
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens to which a token attends."""
+        return self.top_k
+
+    def for_context(self, length: int) -> Self:
         """See ``MixerSpec``."""
         rope = self.rope and self.rope.for_context(length)
         return replace(self, rope=rope, selects=self.always or length > self.top_k)
@@ -85,7 +98,8 @@ class IndexedLatentConfig(LatentAttentionConfig):
         """See ``MixerSpec``. With 8-bit latents the indexer's keys have 16 bits."""
         paged = super().state(dtype).paged if self.own_entries else ()
         if self.indexer is not None and self.selects:
-            paged = (*paged, index_keys(self.indexer.head_dim, self.page_dtype or dtype))
+            pages = self.page_dtype or dtype
+            paged = (*paged, index_keys(self.indexer.head_dim, pages, self.tokens_per_key))
         sources = ((CHOSEN, self.follows), (SHARED, self.reads))
         follows = tuple((name, layer) for name, layer in sources if layer is not None)
         return LayerState(paged, follows=follows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import jax.numpy as jnp
 
@@ -78,11 +78,11 @@ class LatentAttentionConfig(BlockSpec):
         """The width of the bias of the projection from the residual stream."""
         return (self.query_rank or 0) + self.entry_dim
 
-    def for_context(self, length: int) -> LatentAttentionConfig:
+    def for_context(self, length: int) -> Self:
         """See ``MixerSpec``."""
         return replace(self, rope=self.rope and self.rope.for_context(length))
 
-    def share(self, devices: int) -> LatentAttentionConfig:
+    def share(self, devices: int) -> Self:
         """See ``MixerSpec``; every device has the whole latents."""
         return replace(self, num_heads=part(self.num_heads, devices, "heads"))
 
@@ -98,7 +98,7 @@ class LatentAttentionConfig(BlockSpec):
         )
         return LayerState((PagedKind(entries),))
 
-    def with_pages(self, dtype: jnp.dtype) -> LatentAttentionConfig:
+    def with_pages(self, dtype: jnp.dtype) -> Self | None:
         """See ``MixerSpec``."""
         return replace(self, page_dtype=dtype)
 

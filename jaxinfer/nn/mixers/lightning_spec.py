@@ -60,7 +60,7 @@ class LightningConfig(BlockSpec):
         if not spread and self.norm_groups % devices:
             raise ConfigError(
                 f"a norm of {self.norm_groups} groups of heads cannot be divided among {devices} "
-                "devices; choose a tensor_parallel_size that divides them"
+                "devices"
             )
         return replace(
             self,

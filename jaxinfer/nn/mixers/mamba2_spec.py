@@ -79,7 +79,7 @@ class Mamba2Config(MixerSpec):
         if self.norm is not None and not spread and self.norm_groups % devices:
             raise ConfigError(
                 f"a norm of {self.norm_groups} groups of heads cannot be divided among {devices} "
-                "devices; choose a tensor_parallel_size that divides them"
+                "devices"
             )
         heads = part(self.num_heads, devices, "heads of Mamba-2")
         return replace(

@@ -11,6 +11,7 @@ import regex
 
 from jaxinfer.text.answers.python_calls import read_python_value
 from jaxinfer.text.answers.strict_json import strict_json
+from jaxinfer.text.grammar.schema import resolved
 
 type Schema = Mapping[str, Any]
 _NULLS = ("null", "None")
@@ -32,22 +33,11 @@ def schemas_of(schema: Any, root: Any, seen: Sequence[str] = ()) -> Iterator[Sch
     yield entries
     reference = entries.get("$ref")
     if isinstance(reference, str) and reference not in seen:
-        yield from schemas_of(_referenced(reference, root), root, (*seen, reference))
+        yield from schemas_of(resolved(root, reference), root, (*seen, reference))
     for name in ("allOf", "anyOf", "oneOf"):
         inner = entries.get(name)
         for one in cast("list[Any]", inner) if isinstance(inner, list) else ():
             yield from schemas_of(one, root, seen)
-
-
-def _referenced(reference: str, root: Any) -> Any:
-    """The target of a reference within the document; None if there is no such part."""
-    if not reference.startswith("#"):
-        return None
-    found = root
-    for step in reference.removeprefix("#").split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
 
 
 def types_of(schema: Any, root: Any = None) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -40,6 +40,7 @@ class PairForm:
     strings: Mapping[str, str]  # marks around strings
     read: Callable[[str], Any]  # the value that a text is; raises ``ValueError``
     texts: Mapping[str, str] = MappingProxyType({})  # marks around texts that have no escapes
+    quoted: regex.Pattern[str] | None = None  # a text with other marks than those
 
 
 _PYTHON = PairForm(
@@ -48,6 +49,20 @@ _PYTHON = PairForm(
     strings=MappingProxyType({mark: mark for mark in ('"""', "'''", '"', "'")}),
     read=read_python_value,
 )
+
+
+_ENDS_VALUE = r"""(?=\s*(?:\}|,\s*[^\s"'{}\[\],:]+\s*:))"""  # the object ends, or a key follows
+
+
+def _otherwise_quoted(ends: Collection[str]) -> regex.Pattern[str]:
+    """A text as models write it though the dialect has other marks: in single quotes, within which
+    there may be commas, brackets and apostrophes, or without the first mark of one of the ``ends``.
+    """
+    end = "|".join(map(regex.escape, ("'", *ends)))
+    last = "|".join(map(regex.escape, ends))
+    quoted = rf"'(?P<text>(?:\\.|(?!(?:{end}){_ENDS_VALUE}).)*+)(?:{end})"
+    bare = rf"""(?P<bare>[^\s"'{{}}\[\],](?:(?!{last})[^"{{}}\[\],])*+)(?:{last}){_ENDS_VALUE}"""
+    return regex.compile(f"{quoted}|{bare}" if ends else quoted, regex.DOTALL)
 
 
 def dialect_form(args: Mapping[str, Any]) -> PairForm:
@@ -65,6 +80,7 @@ def dialect_form(args: Mapping[str, Any]) -> PairForm:
         strings={**texts, '"': '"'},
         read=lambda text: read_dialect(text, args),
         texts=texts,
+        quoted=_otherwise_quoted((*texts.values(),)),
     )
 
 
@@ -146,6 +162,10 @@ def _pair(source: Source, key: str, form: PairForm, arguments: _Arguments) -> Re
             yield from arguments.key(key)
             yield from _sent_text(source, regex.compile(regex.escape(end)))
             return
+    if form.quoted is not None and (found := (yield from source.read(form.quoted))):
+        yield from arguments.key(key)
+        yield CallArguments(argument_text(_unquoted(found)))
+        return
     nesting = Nesting(form.strings, in_list=True)
     text = yield from source.value(nesting)
     is_ended = source.text[source.at : source.at + 1] == "," or form.end.match(
@@ -156,6 +176,15 @@ def _pair(source: Source, key: str, form: PairForm, arguments: _Arguments) -> Re
     value = argument_text(form.read(text))
     yield from arguments.key(key)
     yield CallArguments(value)
+
+
+def _unquoted(found: regex.Match[str]) -> Any:
+    """The text of a value with other marks, with Python's escapes if it is a string of Python."""
+    try:
+        return read_python_value(found[0])
+    except ValueError:
+        groups = found.groupdict()
+        return groups["text"] if groups["text"] is not None else groups["bare"].rstrip()
 
 
 def tags(source: Source, name: str, args: Mapping[str, Any], schema: Any) -> Reading[None]:

@@ -15,6 +15,7 @@ from jaxinfer.text.answers.argument_types import types_of
 from jaxinfer.text.answers.formats import CallText
 from jaxinfer.text.answers.python_calls import is_python_name
 from jaxinfer.text.grammar.lark_regex import lark_as_regex
+from jaxinfer.text.grammar.schema import part_of
 from jaxinfer.text.grammar.tags import format_of
 
 _INDEX = "{index}"  # the number of a call
@@ -289,11 +290,10 @@ def _argument(
 ) -> dict[str, Any]:
     types = types_of(schema, parent)
     is_text = not types or "string" in types
-    definitions = {key: parent[key] for key in ("$defs", "definitions") if key in parent}
     own = schema if isinstance(schema, Mapping) else {"enum": []} if schema is False else {}
     content: dict[str, Any] = {
         "type": "argument_text" if is_text else "json_schema",
-        "json_schema": {**definitions, **own},
+        "json_schema": part_of(parent, own),
         "closed": True,
         "argument": name,
         **how,

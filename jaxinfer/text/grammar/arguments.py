@@ -17,7 +17,7 @@ from jaxinfer.text.grammar.disjoint import types_of_value
 from jaxinfer.text.grammar.patterns import ANY_TEXT, fits
 from jaxinfer.text.grammar.prepared import not_followed
 from jaxinfer.text.grammar.raw_text import text_expression
-from jaxinfer.text.grammar.schema import NOT_FOLLOWED, listed, resolved
+from jaxinfer.text.grammar.schema import NOT_FOLLOWED, listed, part_of, resolved
 
 MAX_REFERENCES = 64  # of one to another
 _BY_TEXT = frozenset({"minLength", "maxLength", "pattern", "format"})
@@ -190,8 +190,7 @@ class ArgumentsWriter:
 
     def _json(self, schema: Mapping[str, Any]) -> str:
         """A value in JSON."""
-        names = ("$defs", "definitions") if "$ref" in str(schema) else ()
-        schema = {**{name: self.root[name] for name in names if name in self.root}, **schema}
+        schema = part_of(self.root, schema)
         if self.strict and (keywords := not_followed(schema)):
             raise ValueError(f"the schema's keyword {keywords[0]} is not supported")
         return self.rules.json(schema, lenient=not self.strict)

@@ -19,7 +19,14 @@ from jaxinfer.text.grammar.patterns import (
     literal,
     search_expression,
 )
-from jaxinfer.text.grammar.schema import NOT_FOLLOWED, endless, listed, reached, resolved
+from jaxinfer.text.grammar.schema import (
+    NOT_FOLLOWED,
+    endless,
+    is_long,
+    listed,
+    reached,
+    resolved,
+)
 
 type Schema = Mapping[str, Any]
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas")
@@ -53,7 +60,7 @@ _DEMANDS_NOTHING: Mapping[str, Callable[[Any, Schema], bool]] = MappingProxyType
 _CHANGED = frozenset(
     {
         *(*_DEMANDS_NOTHING, "format", "oneOf", "pattern", "properties", "patternProperties"),
-        *("allOf", "anyOf", "required", "$ref"),
+        *("allOf", "anyOf", "required", "maxLength", "$ref"),
     }
 )
 
@@ -65,7 +72,8 @@ def prepared(
     follows. ``schemas``: those within it, which ``check_schema`` has found.
 
     ``closed``: objects have no properties but those that they name, unless they say so.
-    ``lenient``: without patterns that cannot be followed; llguidance has such an option for others.
+    ``lenient``: without patterns that cannot be followed and great lengths of texts; llguidance has
+    such an option for others.
     """
     changed = {id(one): not one.keys().isdisjoint(_CHANGED) for one in schemas}
     if not any(changed.values()):
@@ -133,6 +141,8 @@ class _Writer:
         kept = _demanding(entries)
         if self.lenient and isinstance(pattern := kept.get("pattern"), str):
             kept = kept if is_pattern(pattern) else _without(kept, "pattern")
+        if self.lenient and is_long(kept.get("maxLength")):
+            kept = _without(kept, "maxLength")
         kept = _with_names(kept)
         if self.closed and id(value) not in self.parts:
             kept = _closed(kept, self.groups.get(id(value), []))

@@ -17,7 +17,7 @@ from jaxinfer.text.grammar.patterns import (
     literal,
     search_expression,
 )
-from jaxinfer.text.grammar.schema import listed, resolved
+from jaxinfer.text.grammar.schema import is_long, listed, resolved
 
 MAX_CHOICES = 64  # of ``anyOf`` and ``oneOf``, multiplied
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -109,9 +109,12 @@ def text_expression(schema: Any, root: Any, *, strict: bool) -> str:
     """The texts that are strings of a schema, or null, in Lark's syntax; empty: any text.
 
     ``root``: the document of references. ``strict``: raises ``ValueError`` that names the keyword
-    if a text may be no value of the schema; otherwise what has no expression does not limit texts.
+    if a text may be no value of the schema; otherwise what has no expression, or is longer than
+    ``MAX_LENIENT_LENGTH``, does not limit texts.
     """
     cases = _cases(schema, root, ())
+    if not strict:
+        cases = [replace(one, most=None) if is_long(one.most) else one for one in cases]
     texts = [case for case in cases if case.has_texts]
     limited = [name for case in texts for name in case.keywords if case.expression]
     if strict and (unknown := [name for case in cases for name in case.not_held]):

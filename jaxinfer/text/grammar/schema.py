@@ -15,6 +15,10 @@ from jaxinfer.core.structured import FIELD, MAX_REGEX_BYTES, MAX_SCHEMA_DEPTH
 # Schemas within each other, references followed. llguidance takes up to 5 KB of stack for each. 300
 # definitions that refer to each other at random are 300 deep.
 MAX_REFERENCE_DEPTH = 1500
+# Characters up to which the maxLength of functions that are not strict is enforced: llguidance
+# counts them in states. With 20 arguments of 64 characters between tags, or 60 of 130 in JSON, it
+# could not follow a call to its end; with 40 of 32 between tags it could.
+MAX_LENIENT_LENGTH = 32
 _OF_ONE = ("items", "additionalProperties", "additionalItems")  # keywords whose value is a schema
 _OF_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # a list of schemas
 _OF_NAMED = ("properties", "patternProperties")  # an object of schemas
@@ -231,6 +235,11 @@ def _needed_items(schema: Mapping[str, Any]) -> list[Any]:
     return [*needed, schema.get("items", True)] if least > len(first) else needed
 
 
+def is_long(most: Any) -> bool:
+    """True if a text's greatest length is only enforced for strict functions."""
+    return isinstance(most, (int, float)) and most > MAX_LENIENT_LENGTH
+
+
 def resolved(root: Any, ref: str) -> Any:
     """The schema that a reference within the document names; True for any other reference."""
     if not ref.startswith("#"):
@@ -257,3 +266,62 @@ def _item(items: list[Any], name: str) -> list[Any]:
 def listed(value: Any) -> list[Any]:
     """A list, or an empty one for any other value."""
     return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+_DEFINITIONS = ("$defs", "definitions")
+_IN_DEFINITIONS = tuple(f"#/{name}/" for name in _DEFINITIONS)
+_OF_VALUES = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
+
+
+def part_of(parent: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema within ``parent`` as a document of its own: it has the parent's definitions, and
+    those to which it refers at other places, as zod writes references.
+    """
+    if "$ref" not in str(schema):
+        return schema
+    kept = {name: parent[name] for name in _DEFINITIONS if name in parent}
+    names: dict[str, str] = {}  # of new definitions by reference
+    found: dict[int, tuple[str, Any]] = {}  # by id: several references may name one schema
+    waiting: list[Any] = [kept, schema]
+    while waiting:
+        for ref in _references(waiting.pop()):
+            if ref in names or ref.startswith(_IN_DEFINITIONS):
+                continue
+            target = resolved(parent, ref)
+            if id(target) not in found:
+                found[id(target)] = f"part_{len(found)}", target
+                waiting.append(target)
+            names[ref] = found[id(target)][0]
+    whole = {**kept, **schema}
+    if found:
+        whole["$defs"] = {**dict(found.values()), **cast("Any", whole.get("$defs", {}))}
+    return _renamed(whole, names)
+
+
+def _references(value: Any) -> Iterator[str]:
+    """The references within the document of a schema and those in it."""
+    if isinstance(value, list):
+        for one in cast("list[Any]", value):
+            yield from _references(one)
+    elif isinstance(value, Mapping):
+        entries = cast("Mapping[str, Any]", value)
+        if isinstance(ref := entries.get("$ref"), str) and ref.startswith("#"):
+            yield ref
+        for name, one in entries.items():
+            if name not in _OF_VALUES:
+                yield from _references(one)
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """A schema whose references are those of these definitions."""
+    if isinstance(value, list):
+        return [_renamed(one, names) for one in cast("list[Any]", value)]
+    if not isinstance(value, Mapping):
+        return value
+    entries = cast("Mapping[str, Any]", value)
+    made = {
+        name: one if name in _OF_VALUES else _renamed(one, names) for name, one in entries.items()
+    }
+    if isinstance(ref := made.get("$ref"), str) and ref in names:
+        made["$ref"] = f"#/$defs/{names[ref]}"
+    return made

@@ -517,6 +517,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<float>("lowest")
         .Attr<float>("highest"));
 
+// The hash of the sources that this library was built of: see native/sources.py.
+const char* jaxinfer_version() { return JAXINFER_VERSION; }
+
 // The names of the variants that this processor runs, the fastest first, joined by spaces.
 const char* jaxinfer_variants() {
   static const std::string names = [] {
