@@ -156,7 +156,7 @@ class Model:
                 continue
             own = self.own_params[f"layers_{i}"]
             leaves, structure = jax.tree.flatten(own)
-            for block in (layer.mixer, layer.ffn):
+            for block in filter(None, (layer.start, layer.mixer, layer.ffn)):
                 kinds.setdefault((block, structure, *leaves), (block, own))
         return tuple(kinds.values())
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxinfer.core.profile import EXPERTS, GATE_UP, HEAD, OTHERS, OpCosts, Part
 from jaxinfer.models.base import Model, Params, abstract_params
+from jaxinfer.nn.ngram_spec import TABLE
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ def costs_of(model: Model) -> Costs:
             fp8.add(whole)
         if floats[whole].ndim == 3:  # a stack of experts
             expert_bytes += leaf.size * leaf.dtype.itemsize
-        elif whole not in tables:
+        elif whole not in tables and not whole.endswith(TABLE):
             weight_bytes += leaf.size * leaf.dtype.itemsize * _uses(model, name)
     matrices = 0.0
     for name, leaf in floats.items():
-        if "/" in name and leaf.ndim >= 2 and "norm" not in name and "bias" not in name:
+        if _part_of(name, leaf.ndim, tied=False) not in (None, HEAD):
             used = share if leaf.ndim == 3 else 1
             matrices += leaf.size * used * _uses(model, name) * (0.5 if name in fp8 else 1)
     return Costs(
@@ -143,7 +144,7 @@ def _part_of(name: str, rank: int, *, tied: bool) -> str | None:
     """The part of a parameter; None if it is no matrix that a step multiplies."""
     if name == "lm_head" or (name == "embed" and tied):
         return HEAD
-    if "/" not in name or rank < 2 or "norm" in name or "bias" in name:
+    if "/" not in name or rank < 2 or "norm" in name or "bias" in name or name.endswith(TABLE):
         return None
     if rank == 3:
         return EXPERTS

@@ -44,6 +44,7 @@ _NORM_TENSORS = MappingProxyType(
         "layer": ("weight", "bias"),
         "layer_weight": ("weight",),
         "layer_plain": (),
+        "none": (),
     }
 )
 _EPS_KEYS = MappingProxyType(

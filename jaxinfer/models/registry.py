@@ -86,6 +86,8 @@ _MODULES = (
     ("Qwen3_5ForConditionalGeneration", "jaxinfer.models.qwen3_5"),
     ("Qwen3_5MoeForCausalLM", "jaxinfer.models.qwen3_5_moe"),
     ("Qwen3_5MoeForConditionalGeneration", "jaxinfer.models.qwen3_5_moe"),
+    ("Qwen4ExpForCausalLM", "jaxinfer.models.qwen4_exp"),
+    ("Qwen4ExpForConditionalGeneration", "jaxinfer.models.qwen4_exp"),
     ("Qwen3NextForCausalLM", "jaxinfer.models.qwen3_next"),
     ("MixtralForCausalLM", "jaxinfer.models.mixtral"),
     ("GptOssForCausalLM", "jaxinfer.models.gpt_oss"),

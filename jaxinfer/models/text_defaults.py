@@ -69,6 +69,7 @@ _ROWS: Mapping[str, tuple[int | float | None, ...]] = MappingProxyType(
         "qwen3_omni_moe_text": (3584, 2048, 18944, 28, 28, 4, None, 32768, 1e-06),
         "qwen3_vl_text": (151936, 4096, 22016, 32, 32, 32, 128, 128000, 1e-06),
         "qwen3_vl_moe_text": (151936, 2048, 5632, 24, 16, 16, None, 128000, 1e-06),
+        "qwen4_exp_text": (248320, 2048, None, 40, 16, 2, 256, 32768, 1e-06),
         "smollm3": (128256, 2048, 11008, 36, 16, 4, None, 32768, 1e-06),
         "stablelm": (50304, 2560, 6912, 32, 32, 32, None, 4096, 1e-05),
     }

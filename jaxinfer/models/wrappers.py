@@ -151,6 +151,9 @@ _FIXED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3_vl_moe_text": {"norm_topk_prob": True},
     }
 )
+# Text models of which the token that ends a text, as their part of the config has it, is a part of
+# the computation, and the key under which they find it.
+_OWN_END, OWN_END = ("qwen4_exp_text",), "text_eos_token_id"
 # Text models whose files stack the experts of a layer, which others of the family have apart.
 WITH_STACKS = ("qwen3_vl_moe_text",)
 _PARTS = ("text_config", "llm_config")  # the keys of the text decoder's config
@@ -185,6 +188,7 @@ WITH_IMAGES = (
     "MuseGlimmerForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration",
     "Step3VLForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
 )
@@ -219,4 +223,6 @@ def own_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     if whole.get("architectures") == ["PaliGemmaForConditionalGeneration"]:
         added["use_bidirectional_attention"] = False  # that of prompts with images
     kind = own.get("model_type")
+    if kind in _OWN_END:
+        added[OWN_END] = own.get("eos_token_id")
     return {**text_defaults(kind), **own, **added, **_FIXED.get(str(kind), {})}

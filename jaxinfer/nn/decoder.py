@@ -77,6 +77,10 @@ class DecoderLayer(nn.Module):
             if block is not None:
                 nn.share_scope(self, block)
         stream = at_point("resid_pre", stream.with_peers(ctx.peers), ctx)
+        started: LayerArrays = {}
+        if spec.start is not None:
+            stream, started = spec.start.module()(stream, state, ctx)
+            state = state and {n: one for n, one in state.items() if n not in started}
         if self.spec.parallel:
             stream, state = self._side_by_side(mixer, ffn, stream, state, ctx, only)
             return at_point("resid_post", stream, ctx).with_peers(None), state
@@ -103,6 +107,7 @@ class DecoderLayer(nn.Module):
             end = self.spec.end.module()
             nn.share_scope(self, end)
             stream = end(stream, self.norm.eps, ctx if only is None else ctx.of_tokens(only))
+        state = {**state, **started} if started and state is not None else state
         return at_point("resid_post", stream, ctx).with_peers(None), state
 
     def _side_by_side(
@@ -136,7 +141,7 @@ class DecoderLayer(nn.Module):
     def _norms(self, width: int) -> tuple[Norm, Norm | None, Norm, Norm | None]:
         """The norms before and after the mixer, before and after the feed-forward network."""
         own = self.norm
-        if own.kind == "layer_plain" or self.spec.is_empty:
+        if own.kind in ("layer_plain", "none") or self.spec.is_empty:
             norms = [Norm(None, 0, own.eps, own.kind)] * 4
         elif own.kind == "rms_plain":
             norms = [_plain_norm(width, own)] * 4
@@ -313,7 +318,8 @@ class Decoder(nn.Module):
         norms = replace(self.spec.norms, eps=eps or self.spec.norms.eps)
         if norms.kind == "rms_plain" or name == "embed_norm" and self.spec.embed_norm == "plain":
             return _plain_norm(self.spec.hidden_size, norms)
-        weights = None if norms.kind == "layer_plain" else jnp.atleast_2d(param(self, name))
+        plain = norms.kind in ("layer_plain", "none")
+        weights = None if plain else jnp.atleast_2d(param(self, name))
         return Norm(weights, 0, norms.eps, norms.kind)
 
     def unembed(

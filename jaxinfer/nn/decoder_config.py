@@ -26,6 +26,7 @@ from jaxinfer.nn.layer_spec import (
     SharedBlocksConfig,
     TokenIdsConfig,
 )
+from jaxinfer.nn.ngram_spec import NGramConfig
 from jaxinfer.nn.positions import Alibi, Sinusoids
 from jaxinfer.nn.residual_spec import PlainResidual, ResidualSpec
 from jaxinfer.nn.rope import RopeConfig
@@ -259,16 +260,16 @@ class LayerSpec:
     before both and after the network ("ffn_both"), or before the network alone ("ffn").
 
     A norm after a block is of its output, before that is added to the residual stream. A layer may
-    lack a block (``nn.absent``); it has one norm then, which is "shared". ``end`` follows the
-    network. The blocks of a ``parallel`` layer read the same stream, and their outputs are added to
-    it together; they may share the norm before them. With ``on_norms``, of the mixer and of the
-    network, the norm before a block replaces the stream: the block's output is added to its own
-    input (MiniMax-01).
+    lack a block (``nn.absent``); it has one norm then, which is "shared". ``start`` precedes the
+    mixer, ``end`` follows the network. Blocks of a ``parallel`` layer read the same stream, and
+    their outputs are added to it together; they may share the norm before them. With ``on_norms``,
+    of both blocks, that norm replaces the stream, so that outputs are added to it (MiniMax-01).
     """
 
     mixer: MixerSpec
     ffn: FeedForwardSpec
     norms: NormPlaces = "before"
+    start: NGramConfig | None = None
     end: LayerEndConfig | None = None
     parallel: bool = False
     on_norms: tuple[BlockFactors, BlockFactors] | None = None
@@ -281,6 +282,12 @@ class LayerSpec:
     def share(self, devices: int) -> LayerSpec:
         """One device's part of the layer: see ``MixerSpec``."""
         return replace(self, mixer=self.mixer.share(devices), ffn=self.ffn.share(devices))
+
+    def state(self, dtype: jnp.dtype) -> LayerState:
+        """The layer state: that of the mixer, and of the start if there is one."""
+        own = self.mixer.state(dtype)
+        more = self.start.state(dtype).per_slot if self.start else ()
+        return replace(own, per_slot=own.per_slot + more)
 
 
 def _with_pages(layer: LayerSpec, own: jnp.dtype, dtype: jnp.dtype) -> LayerSpec | None:
@@ -378,7 +385,7 @@ class DecoderSpec:
         """The layout of the layers' state, that of all devices."""
         if self.own_layout is not None:
             return self.own_layout
-        states = [layer.mixer.state(self.dtype) for layer in self.layers]
+        states = [layer.state(self.dtype) for layer in self.layers]
         if not any(state.paged for state in states):  # by pages of no bytes prefixes are found
             first = next((i for i, state in enumerate(states) if state.per_slot), None)
             if first is not None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import flax.linen as nn
 
 # An RMS norm with and without weight; LayerNorm with weight and bias, with a weight alone, and
-# without parameters.
-type NormKind = Literal["rms", "rms_plain", "layer", "layer_weight", "layer_plain"]
+# without parameters; "none" changes nothing (a ``GatedResidual`` has norms of its own).
+type NormKind = Literal["rms", "rms_plain", "layer", "layer_weight", "layer_plain", "none"]
 # See ``AttentionConfig`` of ``nn.decoder_config``.
 type QKNormKind = Literal[
     "head", "plain", "all_heads", "rotated", "rotated_plain", "layer", "layers", "layers_bias"

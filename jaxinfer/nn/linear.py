@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,14 +69,13 @@ def added_partials(
 class Norm:
     """One of a layer's norms: row ``row`` of ``weights``; "layer" has its bias in the next row.
 
-    "layer_plain" has no weights. "none" stands for the norm before a block that has none; it
-    changes nothing.
+    "layer_plain" has no weights. "none" also stands for the norm before a block that has none.
     """
 
     weights: jax.Array | None  # [W, D]
     row: int = field(metadata=STATIC)
     eps: float = field(metadata=STATIC)
-    kind: NormKind | Literal["none"] = field(default="rms", metadata=STATIC)
+    kind: NormKind = field(default="rms", metadata=STATIC)
 
     def args(self, stream: Stream) -> NormArgs:
         """An RMS norm of a stream as the argument of its kernels; makes the sum over devices."""

@@ -85,6 +85,27 @@ class MixedResidual(HyperResidual):
 
 
 @dataclass(frozen=True)
+class GatedResidual:
+    """Several streams, of which a block reads a gated mean, and to which it adds its output times
+    a weight of each (Qwen3.8-Flash-Next).
+
+    Each stream has an RMS norm. The gates, of each component of each stream, are sigmoids of two
+    matrices by way of ``rank`` values with SiLU, and the weights twice the sigmoids of another
+    matrix, all of the normalised streams. All streams begin with the embedding and end with a gated
+    mean, so that no other norm is needed.
+    """
+
+    is_invariant: ClassVar[bool] = False
+    num_streams: int
+    rank: int
+    norm_eps: float
+
+    def module(self, name: str) -> Any:
+        """See ``ResidualSpec``."""
+        return import_module("jaxinfer.nn.gated_residual").Gated(self, name=name)
+
+
+@dataclass(frozen=True)
 class WeightedResidual:
     """One stream, which is multiplied by a parameter of each block before its output is added."""
 

@@ -178,6 +178,25 @@ LINEAR_ATTENTION = merged(
     linear_value_head_dim=12,
     rope_parameters=MULTIMODAL_ROPE,
 )
+NGRAMS = merged(  # several texts in each sequence, tables in parts of which the last is smaller
+    ple_layer_ids=[2],
+    ple_embed_dim=24,
+    heads_per_ngram=2,
+    ngram_vocab_size_base=40,
+    make_ngram_vocab_size_divisible_by=8,
+    split_ngram_parts=3,
+    eos_token_id=[5, 7],
+)
+# of more whole blocks than it chooses; torch chooses another one of blocks whose scores are 0,
+# which are rare with many heads
+POOLED_INDEXER = merged(
+    indexer_n_heads=8,
+    indexer_kv_heads=1,
+    indexer_head_dim=12,
+    indexer_budget=12,
+    indexer_compress_ratio=4,
+    hc_lowrank=6,
+)
 MAMBA2 = merged(mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4)
 MAMBA_HEADS = merged(mamba_n_groups=1, mamba_d_head=16, mamba_n_heads=4)
 SMALL_MAMBA = merged(vocab_size=48, hidden_size=32, num_hidden_layers=2)
@@ -597,6 +616,18 @@ CASES = {
     "qwen3_5_moe_multimodal": case("qwen3_5_moe",
         text_config=merged(SIZES, LINEAR_ATTENTION, LINEAR_EXPERTS, layer_types=kinds("fl")),
         vision_config=VISION),
+    "qwen4_exp": case("qwen4_exp_text", without(SIZES, "intermediate_size"), LINEAR_ATTENTION,
+        LINEAR_EXPERTS, POOLED_INDEXER, NGRAMS, num_hidden_layers=3, vocab_size=32,
+        max_position_embeddings=96, layer_types=kinds("lfl"), ple_layer_ids=[3, 1]),
+    "qwen4_exp_plain": case("qwen4_exp_text", without(SIZES, "intermediate_size"), LINEAR_ATTENTION,
+        LINEAR_EXPERTS, POOLED_INDEXER, num_hidden_layers=3, full_attention_interval=2, hc_count=2,
+        indexer_budget=6, indexer_compress_ratio=3, attention_bias=True, norm_topk_prob=False,
+        output_gate_type="sigmoid", rms_norm_eps=1e-3, tie_word_embeddings=True,
+        rope_parameters=merged(MULTIMODAL_ROPE, QUARTER_ROTARY)),
+    "qwen4_exp_multimodal": case("qwen4_exp", text_config=merged(
+        without(SIZES, "intermediate_size"), LINEAR_ATTENTION, LINEAR_EXPERTS, POOLED_INDEXER,
+        NGRAMS, full_attention_interval=2, ple_layer_ids=[1], ngram_size=4, ple_embed_dim=12,
+        heads_per_ngram=1, eos_token_id=3), vision_config=VISION),
     "qwen3_next": case("qwen3_next", SIZES, LINEAR_ATTENTION, LINEAR_EXPERTS, num_hidden_layers=3,
         rope_parameters=HALF_ROTARY, full_attention_interval=2, mlp_only_layers=[1]),
     "qwen3_next_sparse_step": case("qwen3_next", SIZES, LINEAR_ATTENTION, LINEAR_EXPERTS,

@@ -63,6 +63,7 @@ LENGTHS = {
     **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa_groups", "axk2", "axk2_groups"), 40),
     **dict.fromkeys(("minimax_m3", "minimax_m3_text"), 40),
     "deepseek_v4": 40,
+    **{"qwen4_exp": 70, "qwen4_exp_plain": 30},
     **{"glm5_next": 80, "glm5_next_shared": 40},
     "xlstm": 80,
     **dict.fromkeys(("mistral_large4", "hy_v4", "hy_v4_groups", "hy_v4_multimodal"), 40),
@@ -103,7 +104,7 @@ ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 # norms multiply by 1 + weight
 ZERO_CENTRED = (
     *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2"),
-    *("vaultgemma", "recurrent_gemma", "step3p5", "minimax_m3_vl_text"),
+    *("qwen4_exp_text", "vaultgemma", "recurrent_gemma", "step3p5", "minimax_m3_vl_text"),
 )
 # published files have other names
 RENAMED = (

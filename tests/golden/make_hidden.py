@@ -74,6 +74,7 @@ CASES = (
     "qwen3_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen4_exp",
     "qwen3_next",
     "mixtral",
     "gpt_oss",
@@ -224,6 +225,8 @@ def make(name: str) -> None:
         last = model.model(ids).last_hidden_state
         first = (one[0] if len(one) > 1 else one[:, :, 0] for one in hidden[:-1])
         hidden = (*first, last)
+    width = embedded.shape[-1]  # of the first of several adjacent streams
+    hidden = [one[..., :width] for one in hidden]
     made = {"hidden": torch.cat(hidden), "patterns": torch.cat(patterns or [torch.zeros(0)])}
     (DATA / "hidden").mkdir(exist_ok=True)
     save_file(made, DATA / "hidden" / f"{name}.safetensors")

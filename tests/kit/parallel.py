@@ -94,6 +94,7 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_num_key_heads": 4},
     "qwen3_5_moe": {"num_experts": 8, "linear_num_key_heads": 4},
     "qwen3_next": {"num_experts": 8, "linear_num_key_heads": 4},
+    "qwen4_exp": {"num_experts": 8, "linear_num_key_heads": 4},
     "kimi_linear": {
         "num_experts": 8,
         "linear_attn_config": {**CONFIGS["kimi_linear"]["linear_attn_config"], "num_heads": 4},

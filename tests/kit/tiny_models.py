@@ -795,6 +795,26 @@ CONFIGS = MappingProxyType(
             **{key: value for key, value in _HYBRID_EXPERTS.items() if key != "intermediate_size"},
             "architectures": ["Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"],
         },
+        "qwen4_exp": {
+            **{key: value for key, value in _HYBRID_EXPERTS.items() if key != "intermediate_size"},
+            "architectures": ["Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"],
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "hc_count": 3,
+            "hc_lowrank": 6,
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 12,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+            "output_gate_type": "sigmoid",
+            "ple_layer_ids": [1],
+            "ple_embed_dim": 24,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 40,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "split_ngram_parts": 3,
+            "eos_token_id": [3, 5],
+        },
         "qwen3_next": {
             **_HYBRID_EXPERTS,
             "architectures": ["Qwen3NextForCausalLM"],
@@ -1614,7 +1634,7 @@ LIKE_OTHERS = (
     *("gpt_neox_japanese", "recurrent_gemma", "rwkv", "ernie4_5_vl", "cohere_compass"),
     *("apertus1p5", "zamba", "zamba2", "kolibri1", "lara_mini", "molmo2"),
     *("deepseek_v32", "axk2", "mistral_large4", "hy_v4"),  # as glm_moe_dsa
-    *("deepseek_v4", "glm5_next", "xlstm"),
+    *("deepseek_v4", "glm5_next", "xlstm", "qwen4_exp"),
     *("chatglm", "telechat2", "telechat3", "teleflm", "openpangu", "openpangu_ultra", "plamo3"),
     *("param2moe",),
     "step3",  # attention as llama's, after a latent as deepseek_v3's
@@ -1638,6 +1658,7 @@ WITH_STATE = (
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
     *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4", "glm5_next", "xlstm"),
+    "qwen4_exp",
 )
 
 # of Zamba's blocks, without which scores are so large that rounding decides

@@ -76,6 +76,7 @@ READ_BY = {
     "gemma4_unified": {"final_logit_softcapping"},
     "qwen3_moe": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "qwen3_5_moe": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
+    "qwen4_exp": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "qwen3_next": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "mixtral": _COUNTS,
     "gpt_oss": _COUNTS,

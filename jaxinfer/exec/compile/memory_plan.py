@@ -28,6 +28,7 @@ from jaxinfer.exec.step.sampling import SAMPLING_COPIES
 from jaxinfer.models.base import Model, abstract_params, layer_of
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.nn.block import StepShape
+from jaxinfer.nn.ngram_spec import without_table
 from jaxinfer.nn.weight import matrices
 from pallas_kernels.harness.pins import Pins
 from pallas_kernels.lib.quantised import Quantised
@@ -347,7 +348,7 @@ def _layer_width(model: Model) -> int:
     further residual streams before and after it; and the inputs of all layers, while they are made.
     """
     groups, config = model.own_params.items(), model.config
-    layers = (layer for name, layer in groups if layer_of(name) is not None)
+    layers = (without_table(layer) for name, layer in groups if layer_of(name) is not None)
     widest = max(sum(m.outputs + m.inputs for m in _matrices(layer)) for layer in layers)
     inputs = config.layer_inputs
     made = 0 if inputs is None else LAYER_INPUTS_COPIES * inputs.elements

@@ -253,7 +253,7 @@ def delta_bytes(config: DeltaConfig, step: StepShape) -> int:
     of, x, float32 = jax.ShapeDtypeStruct, step.x, jnp.dtype(jnp.float32)
     channels, tokens = sum(config.channels.widths), x.shape[0]
     inputs = channels + config.values * (config.gate_rank is None)
-    conv = _conv_bytes(step, channels, config.conv_width, inputs=inputs, bias=False)
+    conv = conv_bytes(step, channels, config.conv_width, inputs=inputs, bias=False)
     betas = of((tokens, config.num_v_heads), float32)
     decays = (*betas.shape, config.k_dim) if config.decay == "channel" else betas.shape
     keys = of((tokens, config.num_k_heads, config.k_dim), x.dtype)
@@ -283,7 +283,7 @@ def gated_conv_bytes(config: GatedConvConfig, step: StepShape) -> int:
     """The inputs of the convolution, its outputs, and their products with the gates."""
     if not step.num_prompts:
         return 0
-    conv = _conv_bytes(step, config.width, config.conv_width, silu=False)
+    conv = conv_bytes(step, config.width, config.conv_width, silu=False)
     return conv + 3 * step.x.shape[0] * config.width * step.x.dtype.itemsize
 
 
@@ -291,8 +291,8 @@ def convolved_bytes(config: ConvolvedAttentionConfig, step: StepShape) -> int:
     """The larger of both convolutions, and four arrays of queries and keys in float32."""
     if not step.num_prompts:
         return 0
-    first = _conv_bytes(step, config.channels, config.conv_width, silu=False)
-    second = _conv_bytes(step, config.channels + config.delayed, 2, silu=False)
+    first = conv_bytes(step, config.channels, config.conv_width, silu=False)
+    second = conv_bytes(step, config.channels + config.delayed, 2, silu=False)
     return max(first, second) + 4 * step.x.shape[0] * config.channels * 4
 
 
@@ -303,7 +303,7 @@ def mamba2_bytes(config: Mamba2Config, step: StepShape) -> int:
     if not step.num_prompts:
         return 0
     channels = sum(config.channels.widths)
-    conv = _conv_bytes(step, channels, config.conv_width)
+    conv = conv_bytes(step, channels, config.conv_width)
     heads = (config.num_heads, config.head_dim, config.state_dim)
     scan = _scan_bytes(step, channels, heads, has_steps=True)
     return conv + scan + 2 * step.x.shape[0] * channels * step.x.dtype.itemsize
@@ -326,7 +326,7 @@ def mamba_bytes(config: MambaConfig, step: StepShape) -> int:
     """
     if not step.num_prompts:
         return 0
-    conv = _conv_bytes(step, config.inner, config.conv_width)
+    conv = conv_bytes(step, config.inner, config.conv_width)
     return conv + 4 * CHUNK * config.inner * (8 * config.state_dim + 6 * _num_chunks(step))
 
 
@@ -334,7 +334,7 @@ def rg_lru_bytes(config: RgLruConfig, step: StepShape) -> int:
     """In float32 some 8 arrays of the channels of all tokens."""
     if not step.num_prompts:
         return 0
-    conv = _conv_bytes(step, config.inner, config.conv_width, silu=False)
+    conv = conv_bytes(step, config.inner, config.conv_width, silu=False)
     return conv + 4 * CHUNK * config.inner * 8 * (1 + _num_chunks(step))
 
 
@@ -342,7 +342,7 @@ def rwkv_bytes(config: TimeMixConfig | ChannelMixConfig, step: StepShape) -> int
     """In float32 some 8 arrays of the inputs of all tokens, and 12 of the channels."""
     if not step.num_prompts:
         return 0
-    conv = _conv_bytes(step, config.width, SHIFT, silu=False, bias=False)
+    conv = conv_bytes(step, config.width, SHIFT, silu=False, bias=False)
     return conv + 4 * CHUNK * (8 * config.width + 12 * config.inner) * (1 + _num_chunks(step))
 
 
@@ -367,7 +367,7 @@ def _scan_bytes(
     return workspace_of(op, step.platform, args, step.pins.of(op.name))
 
 
-def _conv_bytes(
+def conv_bytes(
     step: StepShape,
     channels: int,
     width: int,
