@@ -6,84 +6,41 @@ engine does with the requests.
 
 from __future__ import annotations
 
-from functools import cache
-
-import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.core.step import Bucket
-from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.exec.compile.build import Executables
-from jaxinfer.exec.compile.program import Program
-from jaxinfer.exec.run.device_memory import init_state
-from jaxinfer.exec.run.executor import Executor
-from kit.dense import check_tokens, prompt_of
-from kit.engines import compiled_for, engine_of, run, tiny_limits
-from kit.tiny_models import tiny_model
+from kit.dense import prompt_of
+from kit.one_model import OneModel
 
 pytestmark = pytest.mark.nightly  # the steps compile for 20 s
 
-NAME = "deepseek_v4"
 # around entries of 4 and 8 tokens, the window of 12, pages of 16 and 32 tokens, chunks of 64
 LENGTHS = (1, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 129, 200)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-
-
-@cache
-def executables() -> tuple[Program, Executables]:
-    model, _ = tiny_model(NAME)
-    limits = tiny_limits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=256)
-    limits = replace(
-        limits,
-        buckets=(Bucket(3), Bucket(0, 64, 3), Bucket(3, 64, 3, scores=True)),
-        groups=model.state.groups,
-        num_pages=(200,) * len(model.state.bytes_per_entry),
-        num_snapshots=8,
-        align=model.state.align,
-    )
-    program = Program(model, limits)
-    return program, compiled_for(program, extras=False)
-
-
-def engine(num_pages: tuple[int, ...] | None = None, *, overlap: bool = True) -> Engine:
-    program, compiled = executables()
-    executor = Executor(program, compiled, tiny_model(NAME)[1], *init_state(program))
-    limits = replace(program.limits, num_pages=num_pages or program.limits.num_pages)
-    return engine_of(executor, limits, overlap=overlap)
-
-
-def check(served: Engine, prompts: list[list[int]], params: SamplingParams) -> list[int]:
-    return check_tokens(NAME, served, prompts, params, 256)
+MODEL = OneModel("deepseek_v4", chunk=64, max_model_len=256)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
 def test_prompts_end_at_every_border(overlap: bool) -> None:
-    served = engine(overlap=overlap)
-    assert not any(check(served, [prompt_of(n, seed=n) for n in LENGTHS], GREEDY))
+    served = MODEL.engine(overlap=overlap)
+    assert not any(MODEL.check(served, [prompt_of(n, seed=n) for n in LENGTHS], GREEDY))
 
 
 def test_answers_pass_every_border() -> None:
-    check(engine(), [prompt_of(2, 2), prompt_of(61, 3), prompt_of(129, 4)], LONG)
+    MODEL.check(MODEL.engine(), [prompt_of(2, 2), prompt_of(61, 3), prompt_of(129, 4)], LONG)
 
 
 def test_prefixes_are_reused_up_to_a_page_of_the_longest_entries() -> None:
-    served = engine()
-    check(served, [prompt_of(140)], GREEDY)
-    assert check(served, [prompt_of(129), prompt_of(200)], GREEDY) == [128, 128]
+    served = MODEL.engine()
+    MODEL.check(served, [prompt_of(140)], GREEDY)
+    assert MODEL.check(served, [prompt_of(129), prompt_of(200)], GREEDY) == [128, 128]
 
 
 def test_the_next_turn_starts_near_the_end_of_the_answer() -> None:
-    served = engine()
     turns = [prompt_of(20, 21), prompt_of(60, 22)]
-    answers = [list(output.outputs[0].token_ids) for output in run(served, turns, LONG)]
-    following = [
-        [*turn, *answer, *prompt_of(20, 30 + i)]
-        for i, (turn, answer) in enumerate(zip(turns, answers, strict=True))
-    ]
-    assert check(served, following, GREEDY) == [32, 96]
+    questions = [prompt_of(20, 30), prompt_of(20, 31)]
+    assert MODEL.check_next_turns(turns, questions, LONG, GREEDY) == [32, 96]
 
 
 @pytest.mark.parametrize("pool", range(2))
@@ -91,30 +48,10 @@ def test_preempted_sequences_draw_the_same_tokens(pool: int) -> None:
     """There are few pages of entries of 4 or of 8 tokens; those of windows are returned early."""
     num_pages = [200, 200, 200]
     num_pages[pool] = (18, 10)[pool]
-    served = engine(tuple(num_pages))
-    check(served, [prompt_of(60, 5), prompt_of(70, 6), prompt_of(33, 7)], LONG)
+    served = MODEL.engine(tuple(num_pages))
+    MODEL.check(served, [prompt_of(60, 5), prompt_of(70, 6), prompt_of(33, 7)], LONG)
     assert served.stats().num_preemptions > 0
 
 
-def states_after(prompts: list[list[int]]) -> dict[str, np.ndarray]:
-    """The state of the last prompt's sequence, after prompts one at a time in a new engine."""
-    served, one = engine(), SamplingParams(max_tokens=1, temperature=0)
-    outputs = run(served, prompts, one, together=False)
-    layout = tiny_model(NAME)[0].state
-    arrays = served._loop._executor._arrays.state  # type: ignore[attr-defined]
-    found = {"cached": np.asarray(outputs[-1].num_cached_tokens)}
-    for i, (entry, array) in enumerate(zip(layout.arrays, arrays, strict=True)):
-        if layout.pools[i] is None:
-            found[f"{entry.name}{i}"] = np.asarray(array)[: served.limits.max_num_seqs]
-    return found
-
-
 def test_a_reused_prefix_has_the_same_unfinished_windows() -> None:
-    """Bit for bit: a request alone is in the first slot."""
-    cold = states_after([prompt_of(150)])
-    warm = states_after([prompt_of(130), prompt_of(150)])
-    assert (cold.pop("cached"), warm.pop("cached")) == (0, 128)
-    used = [i for i in range(3) if any(array[i].any() for array in cold.values())]
-    assert used
-    for name, array in cold.items():
-        assert np.array_equal(array[used], warm[name][used]), name
+    MODEL.check_same_state(prompt_of(130), prompt_of(150), cached=128)
