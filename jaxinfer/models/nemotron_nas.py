@@ -130,7 +130,7 @@ def _refuse_others(own: Mapping[str, Any]) -> None:
         if own.get(key):
             raise ConfigError(
                 f"config key {_BLOCKS!r} has {key!r} {short(own[key])}, and this family has "
-                "attention to all tokens and gated networks alone; there is no way to run it"
+                "attention to all tokens and gated networks alone; use another model"
             )
 
 

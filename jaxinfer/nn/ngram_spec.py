@@ -24,7 +24,7 @@ LAST_IDS, LAST_INPUTS = "ngram_ids", "ngram_inputs"  # the state of a sequence
 
 @dataclass(frozen=True, kw_only=True)
 class NGramConfig(BlockSpec):
-    """What a layer adds to ``num_streams`` streams of ``width`` before its mixer reads them.
+    """Embeddings of n-grams, added to ``num_streams`` streams of ``width`` before the mixer.
 
     The n-grams that end with a token, of 2 up to ``len(multipliers)`` tokens, are hashed to rows of
     a table: those of each length by as many functions as the others, of which ``sizes`` are the

@@ -27,7 +27,7 @@ _SMALLEST = 1e-6  # of a gate's size before its root
 
 
 class NGrams(nn.Module):
-    """What a layer adds to the streams before its mixer."""
+    """The n-grams' embeddings, added to the streams before the mixer."""
 
     config: NGramConfig
 

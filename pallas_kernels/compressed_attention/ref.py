@@ -35,7 +35,7 @@ class CompressedAttentionArgs:
 
     @property
     def has_choice(self) -> bool:
-        """Whether each token reads compressed entries at positions of its own."""
+        """True if each token reads compressed entries at positions of its own."""
         return self.reads is not None and self.reads.ndim == 2
 
     @property

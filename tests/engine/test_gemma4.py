@@ -26,8 +26,8 @@ from kit.dense import check_tokens, prompt_of
 from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.tiny_models import random_params, tiny_config, tiny_model
 
-LENGTHS = (1, 3, 4, 7, 8, 31, 32, 33, 64, 100)
-LONGEST = 160
+LENGTHS = (1, 3, 4, 7, 8, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 513)
+LONGEST = 560
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 NAMES = ("gemma4", "gemma4_all")

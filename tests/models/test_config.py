@@ -115,6 +115,14 @@ def test_a_null_width_of_heads_is_derived_and_a_missing_one_has_a_default(name: 
 
 
 _KIMI = {"num_heads": 2, "head_dim": 16, "short_conv_kernel_size": 4}
+
+
+def _blocks(**attention: Any) -> dict[str, Any]:
+    """Four layers of Nemotron-NAS whose attention has these keys."""
+    ffn = {"intermediate_size": 48}
+    return {"block_configs": [{"attention": {"n_heads_in_group": 2} | attention, "ffn": ffn}] * 4}
+
+
 _LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}
 
 
@@ -136,6 +144,12 @@ _LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0]
             },
             "has the key 'decay', which KimiLinearForCausalLM does not know",
         ),
+        ("nemotron_nas", {"block_configs": None}, "'block_configs' is None; it must be a list"),
+        ("nemotron_nas", {"block_configs": [{}] * 3}, "must be a list of the blocks of each of"),
+        ("nemotron_nas", {"block_configs": [{"ffn": {}}] * 4}, "must have objects 'attention' and"),
+        ("nemotron_nas", _blocks(n_heads_in_group=3), "is 3, and must divide"),
+        ("nemotron_nas", _blocks(replace_with_linear=True), "has 'replace_with_linear' True"),
+        ("nemotron_nas", {"num_key_value_heads_per_layer": [3] * 4}, "a number that divides"),
         (
             "kimi_linear",
             {"linear_attn_config": {**_KIMI, "kda_layers": [1], "full_attn_layers": [2]}},
@@ -153,6 +167,19 @@ def test_a_wrong_layer_rope_or_decay_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model({**tiny_config(name), **change}, "float32")
+
+
+def test_kv_heads_by_layer_are_those_of_blocks() -> None:
+    """DeciLM-7B lists the KV heads alone; all its layers have both blocks."""
+    config, ffn = (
+        {**tiny_config("nemotron_nas"), "intermediate_size": 48},
+        {"intermediate_size": 48},
+    )
+    blocks = [{"attention": {"n_heads_in_group": n}, "ffn": ffn} for n in (1, 4, 2, 1)]
+    by_blocks = build_model(config | {"block_configs": blocks}, "float32")
+    del config["block_configs"]
+    listed = build_model(config | {"num_key_value_heads_per_layer": [4, 1, 2, 4]}, "float32")
+    assert listed.config == by_blocks.config
 
 
 @pytest.mark.parametrize(

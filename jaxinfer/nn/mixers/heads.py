@@ -11,10 +11,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.block import QueryGrowth
-from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import divided_rms_norms, layer_norm
-from pallas_kernels.lib.numerics import rms_norm, split_and_rotate, split_heads
+from jaxinfer.nn.rope import RopeConfig
+from pallas_kernels.lib.numerics import rms_norm, rotate, split_and_rotate, split_heads
+
+
+def first_rotated(
+    x: jax.Array,  # [T, heads, I]
+    rope: RopeConfig,
+    angles: Angles,
+) -> jax.Array:  # [T, heads, I]
+    """Heads of which the first ``rope.width`` components rotate, i with i + half of them."""
+    cos, sin = (table[:, : rope.width // 2] for table in angles)
+    turned = rotate(x[..., : rope.width], cos, sin)
+    return jnp.concatenate((turned, x[..., rope.width :]), axis=-1)
 
 
 def normalised(

@@ -21,13 +21,14 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.linear import Norm, Stream, linear
 from jaxinfer.nn.mixers.attention import QKNorm, append, attend, output, pages_of
+from jaxinfer.nn.mixers.heads import first_rotated
 from jaxinfer.nn.mixers.indexed_attention_spec import BlockIndexerConfig, IndexedAttentionConfig
 from jaxinfer.nn.mixers.indexed_latent_spec import KEY
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.block_topk.api import BlockTopkArgs, block_topk
 from pallas_kernels.kv_append.xla import written
-from pallas_kernels.lib.numerics import rms_norm, rotate
+from pallas_kernels.lib.numerics import rms_norm
 from pallas_kernels.sparse_attention.api import SparseAttentionArgs, sparse_attention
 
 
@@ -126,13 +127,11 @@ def _index(
     """Queries and keys of the tokens; every device has all keys and its heads' queries."""
     rope, (of_q, of_keys) = config.rope, param(module, "index_norms")
     assert rope is not None
-    cos, sin = (table[:, : rope.width // 2] for table in ctx.angles[0])
 
     def made(name: str, by: jax.Array) -> jax.Array:  # [T, heads, I]
         x = linear(h, weight(module, name), ctx).y.reshape(len(h), -1, config.indexer.head_dim)
         x = rms_norm(x, by, eps, fixed=ctx.pins.invariant)
-        turned = rotate(x[..., : rope.width], cos, sin)
-        return jnp.concatenate((turned, x[..., rope.width :]), axis=-1)
+        return first_rotated(x, rope, ctx.angles[0])
 
     return _Index(made("index_q", of_q), made("index_k", of_keys)[:, 0])
 

@@ -29,7 +29,7 @@ from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.index_topk.api import IndexTopkArgs, index_topk
-from pallas_kernels.lib.numerics import rms_norm, rotate
+from pallas_kernels.lib.numerics import rms_norm
 from pallas_kernels.sparse_attention.api import SparseAttentionArgs, sparse_attention
 
 
@@ -82,15 +82,9 @@ class PooledAttention(nn.Module):
         """Queries and keys of the tokens."""
         qk = linear(h, weight(self, "index_qk"), ctx).y
         qk = qk.reshape(len(h), -1, self.config.indexer.head_dim)
+        assert self.config.rope is not None
         q = rms_norm(qk[:, :-1], param(self, "index_norms")[0], eps, fixed=ctx.pins.invariant)
-        return _Index(self._turned(q, ctx.angles[0]), qk[:, -1], eps)
-
-    def _turned(self, x: jax.Array, angles: Angles) -> jax.Array:  # [T, heads, I]
-        """Heads whose first components rotate, i with i + half of them."""
-        assert (rope := self.config.rope) is not None
-        cos, sin = (table[:, : rope.width // 2] for table in angles)
-        turned = rotate(x[..., : rope.width], cos, sin)
-        return jnp.concatenate((turned, x[..., rope.width :]), axis=-1)
+        return _Index(on_heads.first_rotated(q, self.config.rope, ctx.angles[0]), qk[:, -1], eps)
 
     def _keys(
         self,
@@ -105,7 +99,7 @@ class PooledAttention(nn.Module):
         means = means.astype(index.keys.dtype)
         means = rms_norm(means, weights, index.eps, fixed=ctx.pins.invariant)
         angles = Angles(*rope_tables(c.rope, numbers * c.indexer.block))
-        return self._turned(means[:, None], angles)[:, 0]
+        return on_heads.first_rotated(means[:, None], c.rope, angles)[:, 0]
 
     def _paged(
         self,
