@@ -196,7 +196,7 @@ def test_every_planned_step_has_a_bucket(platform: str, scored: Collection[int])
         (
             "gpu",
             "d1 d8 d16 d32 d64 d128 d256 d512 "
-            "p128x8 p256x16 p512x32 p1024x64 p2048x64 p4096x128 p8192x256 "
+            "p32x2 p64x4 p128x8 p256x16 p512x32 p1024x64 p2048x64 p4096x128 p8192x256 "
             "d64p256x16 d64p512x32 d64p1024x64 d128p512x32 d128p1024x64 d256p1024x64 d512p896x56",
         ),
         ("cpu", "d1 d4 d8 d16 d32 p64x4 p256x16 d16p64x4 d16p256x16 d32p256x16"),
