@@ -128,13 +128,14 @@ def test_xla_s_options_of_calls() -> None:
     ("platform", "bucket", "linked"),
     [
         ("gpu", Bucket(8), True),
-        ("gpu", Bucket(0, 64, 4), False),
+        ("gpu", Bucket(0, 64, 4), True),
+        ("gpu", Bucket(0, 256, 4), False),
         ("gpu", Bucket(8, 64, 4), False),
         ("cpu", Bucket(8), False),
     ],
-    ids=["decodes", "prompts", "mixed", "cpu"],
+    ids=["decodes", "short_prompts", "prompts", "mixed", "cpu"],
 )
-def test_steps_that_only_decode_have_their_kernels_linked(
+def test_decode_steps_and_short_prompts_have_their_kernels_linked(
     platform: str, bucket: Bucket, linked: bool
 ) -> None:
     limits = Limits((2000,), 16, 512, 64, 512, (bucket,))

@@ -180,9 +180,8 @@ class Program(EngineShape):
         # float32, with a copy of the head (Qwen3-4B on an H200: 1.6 GB of workspace).
         if not decodes_few and bucket.num_seqs > 1:
             options |= ONLY_CUBLAS
-        launched = _only_prompts(bucket) and bucket.num_tokens <= MAX_LAUNCHED_TOKENS
-        launched |= bucket.num_tokens >= NO_GRAPH_TOKENS or self._has_collectives(bucket)
-        if launched or not is_step:
+        is_long = bucket.num_tokens >= NO_GRAPH_TOKENS
+        if is_long or not is_step or _is_short(bucket) or self._has_collectives(bucket):
             options |= NO_GRAPH
         elif self.placement.num_devices > 1:
             options |= KEPT_TEMPORARIES
@@ -202,13 +201,15 @@ class Program(EngineShape):
         """True if neighbouring kernels of an executable become one linked call.
 
         Each of them may then start early (``pallas_kernels.lib.pdl``). This is done in steps that
-        only decode, as their kernels are short.
+        only decode, as their kernels are short, and in those of short prompts, for which the host
+        then has fewer calls to launch.
         """
         if name not in self._steps:
             return False
         bucket, _ = self._steps[name]
         decodes = bucket.num_prefills == 0 and bucket.query_tokens == 1
-        return decodes and self.platform != "cpu" and self.pins.of(LINKS) is None
+        links = decodes or _is_short(bucket)
+        return links and self.platform != "cpu" and self.pins.of(LINKS) is None
 
     def is_split(self, bucket: Bucket) -> bool:
         """True if the step of a bucket is split into two executables.
@@ -216,10 +217,11 @@ class Program(EngineShape):
         On a GPU, steps with only prompts are: often no other step runs while the host launches
         them. Buckets that score are not, as they are rarely used.
         """
-        length = MAX_LAUNCHED_TOKENS < bucket.num_prefill_tokens <= MAX_SPLIT_TOKENS
-        rare = bucket.scores or bucket.variants or self.edits
-        splits = _only_prompts(bucket) and length and not rare
-        return self.platform != "cpu" and splits and len(self.parts) > 1
+        only_prompts = 0 < bucket.num_prefill_tokens <= MAX_SPLIT_TOKENS and not (
+            bucket.num_decodes or bucket.scores or bucket.variants or self.edits
+        )
+        splits = only_prompts and not _is_short(bucket) and len(self.parts) > 1
+        return self.platform != "cpu" and splits
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -266,5 +268,5 @@ class Program(EngineShape):
         return steps
 
 
-def _only_prompts(bucket: Bucket) -> bool:
-    return bucket.num_prefill_tokens > 0 and not bucket.num_decodes
+def _is_short(bucket: Bucket) -> bool:
+    return 0 < bucket.num_prefill_tokens <= MAX_LAUNCHED_TOKENS and not bucket.num_decodes
