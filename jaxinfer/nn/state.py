@@ -94,7 +94,8 @@ class LayerState:
     does, at multiples of it, and only states there are saved. So a state does not depend on how the
     prompt was divided.
 
-    A token attends to those of its ``chunk`` of so many tokens, which are whole pages.
+    A token attends to those of its ``chunk`` of so many tokens, which are whole pages, and may to
+    those of some chunks before it.
 
     With ``of`` the layer has no state of its own: it reads the arrays of an earlier layer, of this
     number, which has written them in the same step. In the dense form it gets what that layer's
@@ -151,7 +152,7 @@ def keys_and_values(
     chunk: int | None = None,
 ) -> LayerState:
     """The state of an attention layer: K and V of each token, of 8 bits with a scale of each head
-    (``pallas_kernels.lib.page_scales``). Pages before a window of a chunk's size are not read.
+    (``pallas_kernels.lib.page_scales``). A chunk's ``window`` has the chunks that a token sees.
     """
     heads = (num_kv_heads,)
     shape, axes = (num_kv_heads, head_dim), (Fused("heads", heads, heads), None)
@@ -159,7 +160,7 @@ def keys_and_values(
     if dtype == BITS:
         scales = (heads, jnp.dtype(jnp.float32), axes[:1])
         entries += tuple(Entry(name + SCALE, *scales) for name in ("k", "v"))
-    return LayerState((PagedKind(entries, window or chunk),), chunk=chunk)
+    return LayerState((PagedKind(entries, window),), chunk=chunk)
 
 
 @dataclass(frozen=True)
