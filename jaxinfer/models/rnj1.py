@@ -44,7 +44,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "hidden_activation", "gelu_pytorch_tanh")
     hf.supported_only(config, "use_bidirectional_attention", False)
-    config.get("rope_local_base_freq")  # of Gemma 3's layers with windows
+    for unused in ("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"):
+        config.get(unused)  # of Gemma 3's layers with windows
     num_layers = hf.positive_int(config, "num_hidden_layers")
     kinds = hf.layer_kinds(config, "layer_types", num_layers, (_FULL, _CHUNKED))
     if kinds is None:

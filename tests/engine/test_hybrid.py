@@ -31,6 +31,7 @@ LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a b
 # of Mamba-2: among attention, beside it, in layers of one block, and alone; lightning attention
 MAMBAS = (
     *("bamba", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba", "minimax"),
+    "nemotron_h_puzzle",  # with sizes of each layer
     *("recurrent_gemma", "rwkv", "xlstm"),  # linear recurrences
     *("zamba", "zamba2"),  # after blocks that several layers use
 )

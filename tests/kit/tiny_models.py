@@ -1710,6 +1710,8 @@ LIKE_OTHERS = (
     *("param2moe",),
     "step3",  # attention as llama's, after a latent as deepseek_v3's
     "solar",  # llama's layers, with copies of the stream
+    *("mistral_large3", "nemotron_h_puzzle"),
+    "rnj1",  # gemma3's layers, with llama4's chunks
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1729,7 +1731,7 @@ WITH_STATE = (
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
     *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4", "glm5_next", "xlstm"),
-    "qwen4_exp",
+    *("qwen4_exp", "nemotron_h_puzzle"),
 )
 
 # of Zamba's blocks, without which scores are so large that rounding decides
