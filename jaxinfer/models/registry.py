@@ -174,6 +174,7 @@ _MODULES = (
     ("DbrxForCausalLM", "jaxinfer.models.dbrx"),
     ("DiffLlamaForCausalLM", "jaxinfer.models.diffllama"),
     ("LongcatFlashForCausalLM", "jaxinfer.models.longcat_flash"),
+    ("LongcatFlashNgramForCausalLM", "jaxinfer.models.longcat_flash"),
     ("MiMoV2FlashForCausalLM", "jaxinfer.models.mimo_v2_flash"),
     ("LagunaForCausalLM", "jaxinfer.models.laguna"),
     ("ZayaForCausalLM", "jaxinfer.models.zaya"),

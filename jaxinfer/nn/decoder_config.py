@@ -26,7 +26,7 @@ from jaxinfer.nn.layer_spec import (
     SharedBlocksConfig,
     TokenIdsConfig,
 )
-from jaxinfer.nn.ngram_spec import NGramConfig
+from jaxinfer.nn.ngram_spec import NGramConfig, NGramMeanConfig
 from jaxinfer.nn.positions import Alibi, Sinusoids
 from jaxinfer.nn.residual_spec import PlainResidual, ResidualSpec
 from jaxinfer.nn.rope import RopeConfig
@@ -277,7 +277,7 @@ class LayerSpec:
     mixer: MixerSpec
     ffn: FeedForwardSpec
     norms: NormPlaces = "before"
-    start: NGramConfig | None = None
+    start: NGramConfig | NGramMeanConfig | None = None
     end: LayerEndConfig | None = None
     parallel: bool = False
     on_norms: tuple[BlockFactors, BlockFactors] | None = None

@@ -37,10 +37,11 @@ MAMBAS = (
 )
 # the delta rule: decays of heads, of channels, and next to attention to pools of 4 tokens
 DELTAS = ("qwen3_5", "kimi_linear", "bailing_hybrid", "glm5_next")
-NAMES = (*DELTAS, "qwen3_5_moe", "lfm2", "zaya", *MAMBAS)
+PLAIN = ("lfm2", "zaya", "longcat_flash_ngram")  # convolutions, the last tokens
+NAMES = (*DELTAS, "qwen3_5_moe", *PLAIN, *MAMBAS)
 # scans over chunks of 64 tokens
 SCANS = pytest.mark.parametrize("name", [*DELTAS, *MAMBAS])
-EACH = pytest.mark.parametrize("name", [*DELTAS, "lfm2", "zaya", *MAMBAS])
+EACH = pytest.mark.parametrize("name", [*DELTAS, *PLAIN, *MAMBAS])
 
 
 @cache

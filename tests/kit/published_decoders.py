@@ -231,7 +231,70 @@ def _mamba2(config: Config, own: Tensors, h: Array) -> Array:
     return _linear(own, "out_proj", y * own["norm.weight"])
 
 
+def longcat_flash_ngram(config: Config, t: Tensors, ids: Array) -> Array:
+    x, eps = _ngram_mean(config, t, ids), config["rms_norm_eps"]
+    for i in range(config["num_layers"]):
+        own, later = _layer(t, f"model.layers.{i}."), np.zeros_like(x)
+        for part in range(2):
+            h = rms(x, own[f"input_layernorm.{part}.weight"], eps)
+            x = x + _scaled_latent(config, _layer(own, f"self_attn.{part}."), h)
+            h = rms(x, own[f"post_attention_layernorm.{part}.weight"], eps)
+            if part == 0:
+                later = _or_zero_experts(config, own, h)
+            x = x + _gated(own, h, f"mlps.{part}.")
+        x = x + later
+    return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
+
+
+def _ngram_mean(config: Config, t: Tensors, ids: Array) -> Array:
+    x, base, each = t["model.embed_tokens.weight"][ids], config["vocab_size"], 0
+    end, count = config["eos_token_id"][0], config.get("emb_split_num", 0)
+    made = x.copy()
+    for longest in range(2, config["emb_neighbor_num"] + 1) if count else ():
+        for _ in range(count):
+            start = f"model.ngram_embeddings.{{}}.{each}.weight"
+            table, back = t[start.format("embedders")], t[start.format("post_projs")]
+            assert len(table) == int(config["ngram_vocab_size_ratio"] * base + 2 * each + 1)
+            for at in range(len(ids)):
+                number = 0
+                for past in range(longest):
+                    if past > at or past and ids[at - past] == end:
+                        break
+                    number += int(ids[at - past]) * base**past
+                made[at] += back @ table[number % len(table)]
+            each += 1
+    return made / (1 + each)
+
+
+def _scaled_latent(config: Config, own: Tensors, h: Array) -> Array:
+    n, nope, rank = (config[k] for k in ("num_attention_heads", "qk_nope_head_dim", "kv_lora_rank"))
+    width, turn = h.shape[1], {"section": {"rope_type": "default", "rope_theta": 1e7}}
+    q = rms(_linear(own, "q_a_proj", h), own["q_a_layernorm.weight"], 1e-6)
+    q = _heads(_linear(own, "q_b_proj", q), n) * (width / config["q_lora_rank"]) ** 0.5
+    entry = _linear(own, "kv_a_proj_with_mqa", h)
+    both = rms(entry[:, :rank], own["kv_a_layernorm.weight"], 1e-6) * (width / rank) ** 0.5
+    both = _heads(_linear(own, "kv_b_proj", both), n)
+    keys = np.repeat(turned(entry[:, None, rank:], **turn, adjacent=True), n, axis=1)
+    keys = np.concatenate([both[..., :nope], keys], axis=-1)
+    q = np.concatenate([q[..., :nope], turned(q[..., nope:], **turn, adjacent=True)], axis=-1)
+    out = attended(q, keys, both[..., nope:], before(len(h)), q.shape[-1] ** -0.5)
+    return _linear(own, "o_proj", out)
+
+
+def _or_zero_experts(config: Config, own: Tensors, h: Array) -> Array:
+    made = np.exp(h @ own["mlp.router.classifier.weight"].T)
+    out, scores = np.zeros_like(h), made / made.sum(-1, keepdims=True)
+    for at, one in enumerate(scores):
+        biased = one + own["mlp.router.e_score_correction_bias"]
+        for expert in np.argsort(-biased)[: config["moe_topk"]]:
+            is_zero = expert >= config["n_routed_experts"]
+            own_out = h[at] if is_zero else _gated(own, h[at], f"mlp.experts.{expert}.")
+            out[at] += config.get("routed_scaling_factor", 6.0) * one[expert] * own_out
+    return out
+
+
 MODELS = {
+    "longcat_flash_ngram": longcat_flash_ngram,
     "rnj1": rnj1,
     "mistral_large3": mistral_large3,
     "nemotron_h_puzzle": nemotron_h_puzzle,

@@ -1371,6 +1371,23 @@ CONFIGS = MappingProxyType(
             "attention_method": "MLA",
             "mla_scale_q_lora": True,
         },
+        "longcat_flash_ngram": {
+            **{key: _LATENT[key] for key in _YOUTU if key not in _OF_LAYERS},
+            "architectures": ["LongcatFlashNgramForCausalLM"],
+            "num_layers": 1,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24,
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "zero_expert_num": 3,
+            "moe_topk": 3,
+            "zero_expert_type": "identity",
+            "attention_method": "MLA",
+            "ngram_vocab_size_ratio": 2,
+            "emb_neighbor_num": 4,
+            "emb_split_num": 2,
+            "eos_token_id": [2, 9],
+        },
         "diffllama": {
             **_DECODER,
             "architectures": ["DiffLlamaForCausalLM"],
@@ -1710,7 +1727,7 @@ LIKE_OTHERS = (
     *("param2moe",),
     "step3",  # attention as llama's, after a latent as deepseek_v3's
     "solar",  # llama's layers, with copies of the stream
-    *("mistral_large3", "nemotron_h_puzzle"),
+    *("mistral_large3", "nemotron_h_puzzle", "longcat_flash_ngram"),
     "rnj1",  # gemma3's layers, with llama4's chunks
 )
 OF_EACH_KIND = (
@@ -1731,7 +1748,7 @@ WITH_STATE = (
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
     *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4", "glm5_next", "xlstm"),
-    *("qwen4_exp", "nemotron_h_puzzle"),
+    *("qwen4_exp", "nemotron_h_puzzle", "longcat_flash_ngram"),
 )
 
 # of Zamba's blocks, without which scores are so large that rounding decides

@@ -159,6 +159,7 @@ READ_BY = {
     "nemotron_h_experts": {"use_bias", "moe_intermediate_size", "num_local_experts"},
     "mimo_v2_flash": {"moe_intermediate_size", "num_local_experts", "attention_chunk_size"},
     "longcat_flash": {"num_local_experts"},
+    "longcat_flash_ngram": {"num_local_experts"},
     "paddleocr_vl": {"use_bias"},
     "cohere_compass": {"layer_norm_eps", "logit_scale"},
     "ernie4_5_vl": {"use_bias", "moe_intermediate_size", "num_local_experts"},
