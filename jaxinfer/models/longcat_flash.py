@@ -4,8 +4,7 @@ some return the token itself.
 A published layer is two layers here; the experts' output of the first is added at the end of the
 second. In LongCat-Flash-Lite the embeddings of a token's n-grams are added to its own.
 
-Source: ``modeling_longcat_flash`` of Hugging Face transformers; of Lite ``longcat_flash_ngram.py`` of
-vLLM.
+Source: ``modeling_longcat_flash`` of Hugging Face transformers; of Lite its published code.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ def _ngrams(config: Mapping[str, Any], width: int) -> NGramMeanConfig | None:
         )
     if sum(sizes) >= MOST_ROWS:
         raise ConfigError(
-            f"config key {_RATIO!r} is {ratio}, so that the tables of n-grams have {sum(sizes)} rows, "
-            "more than 32 bits can number; correct it"
+            f"config key {_RATIO!r} is {ratio}, so that the tables of n-grams have {sum(sizes)} "
+            "rows, more than 32 bits can number; correct it"
         )
     return NGramMeanConfig(
         width=width, longest=longest, base=vocab, sizes=sizes, boundary=boundary(config)

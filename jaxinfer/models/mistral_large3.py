@@ -98,7 +98,9 @@ def _rope_sections(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for place in SECTIONS:
         section = config.get(place)
-        if not isinstance(section, Mapping) or section.get("rope_type", section.get("type")) != "yarn":
+        if not isinstance(section, Mapping):
+            continue
+        if section.get("rope_type", section.get("type")) != "yarn":
             continue
         if section.get("attention_factor") is None:
             found[place] = {"mscale": 1.0, **section}

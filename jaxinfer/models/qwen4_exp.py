@@ -227,7 +227,7 @@ def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
         if isinstance(layer.mixer, PooledAttentionConfig):
             own = path, f"{source}self_attn.indexer."
             specs += _indexer_specs(*own, layer.mixer.indexer, config.hidden_size)
-        if layer.start is not None:
+        if isinstance(layer.start, NGramConfig):
             specs += _ngram_specs(f"{path}ngrams/", f"{source}ple.", layer.start)
     specs += _stream_specs("residual/", "model.hyper_connection_mixer.", config, writes=False)
     return tuple(specs)

@@ -23,6 +23,7 @@ from jaxinfer.models.hf_rope import SECTIONS, rope_config
 from jaxinfer.models.params import plus_one, stack_plus_one
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec
 from jaxinfer.nn.rope import RopeConfig
+from jaxinfer.nn.state import Chunk
 
 # Gemma 3's defaults in transformers
 _HEAD_DIM, _SCALAR, _THETA, _WINDOW = 256, 256, 1e6, 4096
@@ -80,17 +81,17 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         assert isinstance(layer.mixer, AttentionConfig)
         own: dict[str, Any] = {"rope": ropes[kind]}
         if kind == _CHUNKED:
-            own |= {"chunk": chunk, "chunks_back": _CHUNKS - 1}
+            own["chunk"] = chunk
         layers.append(replace(layer, mixer=replace(layer.mixer, **own)))
     return replace(decoder, layers=tuple(layers))
 
 
-def _chunk(config: Mapping[str, Any]) -> int:
-    """The tokens of a chunk."""
+def _chunk(config: Mapping[str, Any]) -> Chunk:
+    """A token sees its own chunk and the one before."""
     window = hf.positive_int(config, "sliding_window", _WINDOW)
     if window < _CHUNKS:
         raise ConfigError(f"config key 'sliding_window' must be at least {_CHUNKS}, got {window}")
-    return window // _CHUNKS
+    return Chunk(window // _CHUNKS, back=_CHUNKS - 1)
 
 
 def _rope(config: Mapping[str, Any], kind: str, head_dim: int) -> RopeConfig:

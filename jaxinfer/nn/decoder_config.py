@@ -38,6 +38,8 @@ from pallas_kernels.route.routing import Routing
 if TYPE_CHECKING:
     import flax.linen as nn
 
+    from jaxinfer.nn.state import Chunk
+
 
 class FeedForwardSpec(BlockSpec, Protocol):
     """The feed-forward network of a layer; its module is called like ``FeedForward``."""
@@ -72,8 +74,7 @@ class AttentionConfig(BlockSpec):
     c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the epsilon of an
     RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as keys) are
     stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype`` is that of
-    pages (None: the decoder's). With ``chunk``, tokens attend within chunks of so many, and to the
-    ``chunks_back`` chunks before their own.
+    pages (None: the decoder's). With ``chunk``, tokens attend within chunks of the context.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -83,8 +84,7 @@ class AttentionConfig(BlockSpec):
     head_dim: int
     scale: float
     window: int | None = None
-    chunk: int | None = None
-    chunks_back: int = 0
+    chunk: Chunk | None = None
     rope: RopeConfig | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -110,14 +110,9 @@ class AttentionConfig(BlockSpec):
         """The width of values, and of a head's output."""
         return self.own_value_dim or self.head_dim
 
-    @property
-    def _reach(self) -> int | None:
-        """The tokens of the chunks to which a token attends."""
-        return self.chunk and self.chunk * (self.chunks_back + 1)
-
     def for_context(self, length: int) -> AttentionConfig:
-        """See ``MixerSpec``. A context of no more chunks than a token reaches needs no chunks."""
-        chunk = self.chunk if (self._reach or length) < length else None
+        """See ``MixerSpec``. A context of no more chunks than a token sees needs none."""
+        chunk = self.chunk if self.chunk and self.chunk.reach < length else None
         return replace(self, rope=self.rope and self.rope.for_context(length), chunk=chunk)
 
     def share(self, devices: int) -> AttentionConfig:
@@ -128,8 +123,7 @@ class AttentionConfig(BlockSpec):
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``."""
         pages = self.page_dtype or dtype
-        window = self.window or self._reach
-        return keys_and_values(self.num_kv_heads, self.head_dim, pages, window, self.chunk)
+        return keys_and_values(self.num_kv_heads, self.head_dim, pages, self.window, self.chunk)
 
     def with_pages(self, dtype: jnp.dtype) -> AttentionConfig:
         """See ``MixerSpec``."""

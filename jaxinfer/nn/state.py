@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,18 @@ class PagedKind:
     def entry(self) -> PagedKind:
         """The kind of entry, which decides the pool: this kind without its window."""
         return replace(self, window=None)
+
+
+class Chunk(NamedTuple):
+    """Chunks of the context within which tokens attend, in place of a window."""
+
+    size: int  # tokens
+    back: int = 0  # the chunks before its own that a token sees, too
+
+    @property
+    def reach(self) -> int:
+        """The most tokens that a token sees, itself included."""
+        return self.size * (self.back + 1)
 
 
 @dataclass(frozen=True)
@@ -149,10 +162,10 @@ def keys_and_values(
     head_dim: int,
     dtype: jnp.dtype,
     window: int | None = None,
-    chunk: int | None = None,
+    chunk: Chunk | None = None,
 ) -> LayerState:
     """The state of an attention layer: K and V of each token, of 8 bits with a scale of each head
-    (``pallas_kernels.lib.page_scales``). A chunk's ``window`` has the chunks that a token sees.
+    (``pallas_kernels.lib.page_scales``). Pages before those that a ``chunk`` sees are not read.
     """
     heads = (num_kv_heads,)
     shape, axes = (num_kv_heads, head_dim), (Fused("heads", heads, heads), None)
@@ -160,7 +173,9 @@ def keys_and_values(
     if dtype == BITS:
         scales = (heads, jnp.dtype(jnp.float32), axes[:1])
         entries += tuple(Entry(name + SCALE, *scales) for name in ("k", "v"))
-    return LayerState((PagedKind(entries, window),), chunk=chunk)
+    if chunk is not None:
+        return LayerState((PagedKind(entries, chunk.reach),), chunk=chunk.size)
+    return LayerState((PagedKind(entries, window),))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Attention within chunks of the context (Llama 4, Rnj-1) through the whole engine.
 
 The tokens are those of the dense form, wherever the borders of chunks are: within one step's tokens
-of a prompt, at its end, or between two tokens of an answer. The tiny Llama 4 has chunks of 24 tokens,
-Rnj-1 chunks of 8, of which a token sees its own and the one before.
+of a prompt, at its end, or between two tokens of an answer. The tiny Llama 4 has chunks of 24
+tokens, Rnj-1 chunks of 8, of which a token sees its own and the one before.
 """
 
 from __future__ import annotations

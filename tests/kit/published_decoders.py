@@ -154,9 +154,9 @@ def _mistral_latent(config: Config, own: Tensors, h: Array) -> Array:
         rates = section.get("mscale", 1), section.get("mscale_all_dim", 0)
         first, second = (0.1 * rate * math.log(section["factor"]) + 1 for rate in rates)
         scale, quotient = scale * second**2, first / second
-    turn = {"section": section, "factor": quotient, "adjacent": True}
-    keys = np.repeat(turned(entry[:, None, rank:], **turn), n, axis=1)
-    q = np.concatenate([q[..., :nope], turned(q[..., nope:], **turn)], axis=-1)
+    keys = turned(entry[:, None, rank:], section, factor=quotient, adjacent=True)
+    q_turned = turned(q[..., nope:], section, factor=quotient, adjacent=True)
+    keys, q = np.repeat(keys, n, axis=1), np.concatenate([q[..., :nope], q_turned], axis=-1)
     growth = config["llama_4_scaling"]
     at = np.floor(np.arange(len(h)) / growth["original_max_position_embeddings"])
     q = q * (1 + growth["beta"] * np.log(1 + at))[:, None, None]
@@ -268,15 +268,15 @@ def _ngram_mean(config: Config, t: Tensors, ids: Array) -> Array:
 
 def _scaled_latent(config: Config, own: Tensors, h: Array) -> Array:
     n, nope, rank = (config[k] for k in ("num_attention_heads", "qk_nope_head_dim", "kv_lora_rank"))
-    width, turn = h.shape[1], {"section": {"rope_type": "default", "rope_theta": 1e7}}
+    width, section = h.shape[1], {"rope_type": "default", "rope_theta": 1e7}
     q = rms(_linear(own, "q_a_proj", h), own["q_a_layernorm.weight"], 1e-6)
     q = _heads(_linear(own, "q_b_proj", q), n) * (width / config["q_lora_rank"]) ** 0.5
     entry = _linear(own, "kv_a_proj_with_mqa", h)
     both = rms(entry[:, :rank], own["kv_a_layernorm.weight"], 1e-6) * (width / rank) ** 0.5
     both = _heads(_linear(own, "kv_b_proj", both), n)
-    keys = np.repeat(turned(entry[:, None, rank:], **turn, adjacent=True), n, axis=1)
+    keys = np.repeat(turned(entry[:, None, rank:], section, adjacent=True), n, axis=1)
     keys = np.concatenate([both[..., :nope], keys], axis=-1)
-    q = np.concatenate([q[..., :nope], turned(q[..., nope:], **turn, adjacent=True)], axis=-1)
+    q = np.concatenate([q[..., :nope], turned(q[..., nope:], section, adjacent=True)], axis=-1)
     out = attended(q, keys, both[..., nope:], before(len(h)), q.shape[-1] ** -0.5)
     return _linear(own, "o_proj", out)
 

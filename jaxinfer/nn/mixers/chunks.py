@@ -9,20 +9,13 @@ prompt whose tokens are in several chunks becomes one row for each of them.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.nn.context import Pages, StepContext
-
-
-class Chunk(NamedTuple):
-    """Chunks of the context within which tokens attend, in place of a window."""
-
-    size: int  # tokens
-    back: int = 0  # the chunks before its own that a token sees, too
+from jaxinfer.nn.state import Chunk
 
 
 def most_chunks(num_tokens: int, chunk: int) -> int:
