@@ -146,6 +146,7 @@ _MODULES = (
     ("InternLM2ForCausalLM", "jaxinfer.models.internlm2"),
     ("InternLM3ForCausalLM", "jaxinfer.models.internlm3"),
     ("IQuestCoderForCausalLM", "jaxinfer.models.llama"),
+    ("IQuestLoopCoderForCausalLM", "jaxinfer.models.iquest_loop"),
     ("NanoChatForCausalLM", "jaxinfer.models.nanochat"),
     ("ExaoneForCausalLM", "jaxinfer.models.exaone"),
     ("Exaone4_5_ForConditionalGeneration", "jaxinfer.models.exaone4"),

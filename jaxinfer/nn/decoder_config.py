@@ -260,12 +260,12 @@ class ExpertsConfig(FeedForwardSpec):
 class LayerSpec:
     """One layer, with norms before or after its blocks (mixer, feed-forward network), or both, or
     before both and after the network ("ffn_both"), or before the network alone ("ffn").
-
     A norm after a block is of its output, before that is added to the residual stream. A layer may
-    lack a block (``nn.absent``); it has one norm then, which is "shared". ``start`` precedes the
-    mixer, ``end`` follows the network. Blocks of a ``parallel`` layer read the same stream, and
+    lack a block (``nn.absent``); it has one norm then, "shared". ``start`` precedes the mixer,
+    ``end`` follows the network. Blocks of a ``parallel`` layer read the same stream, and
     their outputs are added to it together; they may share the norm before them. With ``on_norms``,
-    of both blocks, that norm replaces the stream, so that outputs are added to it (MiniMax-01).
+    of both blocks, that norm replaces the stream, to which outputs are added (MiniMax-01). With
+    ``weights_of`` a layer has the parameters of that earlier layer, next to its own.
     """
 
     mixer: MixerSpec
@@ -275,6 +275,7 @@ class LayerSpec:
     end: LayerEndConfig | None = None
     parallel: bool = False
     on_norms: tuple[BlockFactors, BlockFactors] | None = None
+    weights_of: int | None = None
 
     @property
     def is_empty(self) -> bool:

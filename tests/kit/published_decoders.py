@@ -293,7 +293,40 @@ def _or_zero_experts(config: Config, own: Tensors, h: Array) -> Array:
     return out
 
 
+def iquest_loop(config: Config, t: Tensors, ids: Array) -> Array:
+    x, eps = t["model.embed_tokens.weight"][ids], config["rms_norm_eps"]
+    n, k = config["num_attention_heads"], config["num_key_value_heads"]
+    section = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    scale, first = (config["hidden_size"] // n) ** -0.5, list[tuple[Array, Array]]()
+    for second in (False, True):
+        for i in range(config["num_hidden_layers"]):
+            own = _layer(t, f"model.layers.{i}.")
+            h = rms(x, own["input_layernorm.weight"], eps)
+            q, keys, v = (
+                _heads(_linear(own, f"self_attn.{name}_proj", h), count)
+                for name, count in (("q", n), ("k", k), ("v", k))
+            )
+            q, keys = (turned(one, section) for one in (q, keys))
+            if second:
+                near = before(len(ids), config["loop_window_size"])
+                near, far = (
+                    _heads(attended(q, *pair, seen, scale), n)
+                    for pair, seen in (((keys, v), near), (first[i], before(len(ids))))
+                )
+                start = f"model.gate_projections.{i}."
+                gate = np.einsum("tnh,nh->tn", q, t[f"{start}weight"]) + t[f"{start}bias"]
+                gate = sigmoid(gate)[..., None]
+                out = (gate * far + (1 - gate) * near).reshape(len(ids), -1)
+            else:
+                first.append((keys, v))
+                out = attended(q, keys, v, before(len(ids)), scale)
+            x = x + _linear(own, "self_attn.o_proj", out)
+            x = x + _gated(own, rms(x, own["post_attention_layernorm.weight"], eps))
+    return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
+
+
 MODELS = {
+    "iquest_loop": iquest_loop,
     "longcat_flash_ngram": longcat_flash_ngram,
     "rnj1": rnj1,
     "mistral_large3": mistral_large3,

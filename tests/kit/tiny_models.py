@@ -1371,6 +1371,13 @@ CONFIGS = MappingProxyType(
             "attention_method": "MLA",
             "mla_scale_q_lora": True,
         },
+        "iquest_loop": {
+            **_DECODER,
+            "architectures": ["IQuestLoopCoderForCausalLM"],
+            "rope_theta": 500000.0,
+            "loop_num": 2,
+            "loop_window_size": 7,
+        },
         "longcat_flash_ngram": {
             **{key: _LATENT[key] for key in _YOUTU if key not in _OF_LAYERS},
             "architectures": ["LongcatFlashNgramForCausalLM"],
@@ -1728,6 +1735,7 @@ LIKE_OTHERS = (
     "step3",  # attention as llama's, after a latent as deepseek_v3's
     "solar",  # llama's layers, with copies of the stream
     *("mistral_large3", "nemotron_h_puzzle", "longcat_flash_ngram"),
+    "iquest_loop",  # llama's layers twice
     "rnj1",  # gemma3's layers, with llama4's chunks
 )
 OF_EACH_KIND = (

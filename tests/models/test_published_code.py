@@ -49,6 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
     },
     "nemotron_h_puzzle": {},
+    "iquest_loop": {},
+    "iquest_loop wide": {"loop_window_size": 64, "num_key_value_heads": 1},
     "longcat_flash_ngram": {},
     "longcat_flash_ngram fraction": {"ngram_vocab_size_ratio": 1.567, "emb_neighbor_num": 5},
     "step3": {},
