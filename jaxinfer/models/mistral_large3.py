@@ -24,7 +24,8 @@ from jaxinfer.models.latent import LATENT_IGNORED_TENSORS, latent_config, latent
 from jaxinfer.nn.decoder_config import DecoderSpec, QueryGrowth
 
 _DENSE, _GROWTH = 3, "llama_4_scaling"
-_LAYER, _OWN_LAYER = r"model.layers.\1.", r"^layers\.(\d+)\."
+_OWN = r"^(?:model\.)?"  # names of layers alone get it when they are read
+_LAYER, _OWN_LAYER = r"model.layers.\1.", rf"{_OWN}layers\.(\d+)\."
 _NETWORKS = (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))
 _NAMES = (
     ("attention_norm", "input_layernorm"),
@@ -47,9 +48,9 @@ _OTHER_NAMES = (
         (rf"{_OWN_LAYER}experts\.(\d+)\.{own}\.", rf"{_LAYER}mlp.experts.\2.{name}.")
         for own, name in _NETWORKS
     ),
-    (r"^norm\.", "model.norm."),
-    (r"^tok_embeddings\.", "model.embed_tokens."),
-    (r"^output\.", "lm_head."),
+    (rf"{_OWN}norm\.", "model.norm."),
+    (rf"{_OWN}tok_embeddings\.", "model.embed_tokens."),
+    (rf"{_OWN}output\.", "lm_head."),
 )
 
 
