@@ -253,6 +253,7 @@ CONFIGS = MappingProxyType(
                 "chunked_attention": {"rope_type": "default", "rope_theta": 1000.0},
             },
             "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": False,
         },
         "gemma4": {
             **_GEMMA4,

@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         "final_logit_softcapping": None,
         "attention_bias": True,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": True,
     },
     "mistral_large3": {},
     "mistral_large3 unscaled": {
