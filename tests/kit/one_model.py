@@ -1,4 +1,4 @@
-"""A tiny model with state for each sequence, through the whole engine."""
+"""One tiny model through the whole engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OneModel:
             buckets=(Bucket(3), Bucket(0, self.chunk, 3), Bucket(3, self.chunk, 3, scores=True)),
             groups=model.state.groups,
             num_pages=(200,) * len(model.state.bytes_per_entry),
-            num_snapshots=8,
+            num_snapshots=8 if model.state.bytes_per_slot else 0,
             align=model.state.align,
         )
         program = Program(model, limits)
