@@ -269,7 +269,6 @@ RESPONSE_FIELDS: Mapping[str, str] = MappingProxyType(
         "part": "The part of the item.",
         "previous_response_id": "As in the request.",
         "reason": "max_output_tokens, or the end of the context.",
-        "reasoning_tokens": "Tokens of thoughts and their marks.",
         "response": "The response so far.",
         "sequence_number": "The number of the event, from 0.",
         "status": "The state of the response or item.",
