@@ -231,6 +231,7 @@ FOUND = {
     "qwen3": ("hermes", True),
     "qwen3-coder": ("qwen3_coder", False),
     "qwen3.5": ("qwen3_coder", True),
+    "seed-oss": ("seed_oss", True),
     "deepseek-v3.1": ("deepseek_v31", True),
     "deepseek-r1": ("deepseek_v3", True),
     "mistral-nemo": ("mistral", False),
@@ -252,6 +253,7 @@ def test_the_format_is_found_from_the_chat_template(name: str) -> None:
     [
         ('<tool_calls>\n{"name": <tool-name>, "arguments": <args-json-object>}', "minimax"),
         ('<longcat_tool_call>\n{"name": <name>, "arguments": <args>}', "longcat"),
+        ('<minimax:tool_call>\n<invoke name="tool-name-1">', "minimax_m2"),
     ],
 )
 def test_the_format_is_found_from_a_part_of_a_published_template(source: str, name: str) -> None:

@@ -29,6 +29,8 @@ FORMATS = (
         "deepseek_v31",
         "mistral_v11",
         "mistral",
+        "seed_oss",
+        "minimax_m2",
         "qwen3_coder",
         "glm45",
         "longcat",
@@ -62,6 +64,7 @@ _START = (
     r"<\|im_start\|>assistant\n|<｜Assistant｜>|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
     r"|<\|header_start\|>assistant<\|header_end\|>\n\n|\[/INST\]|<\|im_assistant\|>assistant"
     r"<\|im_middle\|>|<\|?turn>model\n|<start_of_turn>model\n|<\|assistant\|>\n?|<\|start\|>assistant"
+    r"|<seed:bos>assistant\n|\]~b\]ai\n"
 )
 
 
