@@ -119,6 +119,15 @@ def seed_oss(message: Message) -> str:
     return thoughts + "\n".join(filter(None, [message.content, calls]))
 
 
+def step3(message: Message) -> str:
+    begin = '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">\n'
+    end = "</steptml:invoke><｜tool_call_end｜>"
+    calls = _in_lines(message.calls, begin, '<steptml:parameter name="{}">', end)
+    calls = calls.replace("</parameter>\n", "</steptml:parameter>\n")
+    section = f"<｜tool_calls_begin｜>\n{calls}\n<｜tool_calls_end｜>" if calls else ""
+    return _think(message) + "\n".join(filter(None, [message.content, section]))
+
+
 def minimax_m2(message: Message) -> str:
     calls = _in_lines(message.calls, '<invoke name="{}">\n', '<parameter name="{}">', "</invoke>")
     section = f"<minimax:tool_call>\n{calls}\n</minimax:tool_call>" if calls else ""
@@ -206,7 +215,7 @@ WRITERS: dict[str, Callable[[Message], str]] = {
     writer.__name__: writer
     for writer in (
         *(hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, deepseek_v31, kimi_k2),
-        *(openai, gemma4, minimax, longcat, seed_oss, minimax_m2),
+        *(openai, gemma4, minimax, longcat, seed_oss, minimax_m2, step3),
     )
 }
 # an end of a call in each format, which must not end a call when it is within an argument
@@ -217,6 +226,7 @@ END_MARKS = {
     "qwen3_coder": "a </parameter> and </function>, <parameter=x> b",
     "seed_oss": "a </parameter> and </function>, <parameter=x> b",
     "minimax_m2": 'a </parameter> and </invoke>, <parameter name="x"> b',
+    "step3": "a </steptml:parameter> and </steptml:invoke><｜tool_call_end｜> b",
     "llama3_json": 'a "}; {"name" <|python_tag|> b',
     "mistral": 'a "}[TOOL_CALLS]clock[ARGS]{} b',
     "deepseek_v3": "a }\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜> b",

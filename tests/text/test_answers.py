@@ -254,6 +254,10 @@ def test_the_format_is_found_from_the_chat_template(name: str) -> None:
         ('<tool_calls>\n{"name": <tool-name>, "arguments": <args-json-object>}', "minimax"),
         ('<longcat_tool_call>\n{"name": <name>, "arguments": <args>}', "longcat"),
         ('<minimax:tool_call>\n<invoke name="tool-name-1">', "minimax_m2"),
+        (
+            "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke",
+            "step3",
+        ),
     ],
 )
 def test_the_format_is_found_from_a_part_of_a_published_template(source: str, name: str) -> None:

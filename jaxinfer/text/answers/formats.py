@@ -31,6 +31,7 @@ FORMATS = (
         "mistral",
         "seed_oss",
         "minimax_m2",
+        "step3",
         "qwen3_coder",
         "glm45",
         "longcat",
