@@ -265,6 +265,16 @@ def test_the_format_is_found_from_a_part_of_a_published_template(source: str, na
     assert found is not None and found.name == name and not found.has_reasoning
 
 
+def test_the_thoughts_of_minimax_m3() -> None:
+    """Its template has other tags of thoughts; its calls are generic."""
+    source = "{{ '<mm:think>' }}{{ '</mm:think>' }}{% for tool in tools %}<tool_call>{% endfor %}"
+    for with_tools in (False, True):
+        found = answer_format(source, with_tools=with_tools)
+        assert found is not None and found.think_begin == "<mm:think>"
+        parser = AnswerParser(found.template, "")
+        assert texts_of(parser.feed("<mm:think>hm</mm:think>Hello"))[1] == "hm"
+
+
 @pytest.mark.parametrize("parser", [None, "mistral", "mistral_v11"])
 def test_mistrals_models_think_if_the_template_or_a_token_has_the_mark(parser: str | None) -> None:
     source = (TEMPLATES / "mistral-nemo.jinja").read_text()

@@ -40,7 +40,7 @@ FORMATS = (
         "llama3_json",
         "pythonic",
     ),
-    "think",
+    *("minimax_m3", "think"),
 )
 _NAMES = (*FORMATS, GENERIC)
 _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
@@ -48,7 +48,7 @@ _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
         **{"qwen3_xml": "qwen3_coder", "qwen": "hermes", "qwen3": "hermes", "qwen25": "hermes"},
         **{"llama4_pythonic": "pythonic", "gpt_oss": "openai", "harmony": "openai"},
         **{"llama4_json": "llama3_json", "llama3": "llama3_json", "glm47": "glm45"},
-        **{"minimax_m1": "minimax"},
+        **{"minimax_m1": "minimax", "minimax_m3": GENERIC},
     }
 )
 _REASONING_ALIASES: Mapping[str, str] = MappingProxyType(
