@@ -15,26 +15,21 @@ from jaxinfer.bench.offer import NotReady
 from jaxinfer.bench.records import Record
 from jaxinfer.bench.workload import Query
 
-SCRIPT = Path(__file__).with_name("vllm_calls.py")
+SCRIPT = Path(__file__).with_name("vllm_calls.py")  # given as text: see ``OfflinePeer``
 END_SECONDS = 20.0  # that an engine may take to end by itself
 
 
 class OfflinePeer:
     """A child that answers whole calls; a context manager that ends it and its children.
 
-    ``log`` gets its output. ``wait`` and ``call`` raise ``NotReady`` once it has ended.
+    ``log`` gets its output. ``wait`` and ``call`` raise ``NotReady`` once it has ended. Python
+    looks for modules next to a script first, where ``numbers.py`` and ``profile.py`` are not those
+    of the standard library; so the script is given as a text.
     """
 
-    def __init__(
-        self,
-        python: str,
-        model: str,
-        arguments: Mapping[str, Any],
-        log: Path,
-        script: Path = SCRIPT,
-    ) -> None:
+    def __init__(self, python: str, model: str, arguments: Mapping[str, Any], log: Path) -> None:
         self._log, self._process = log, None
-        command = [python, str(SCRIPT), model, json.dumps(arguments)]
+        command = [python, "-c", SCRIPT.read_text("utf-8"), model, json.dumps(arguments)]
         try:
             with log.open("wb") as file:
                 self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""vLLM's ``LLM.generate`` in a child process: ``python vllm_calls.py MODEL ARGUMENTS``.
+"""vLLM's ``LLM.generate`` in a child process: ``python -c TEXT MODEL ARGUMENTS``.
 
 ARGUMENTS is a JSON object of ``LLM``'s. The child writes a JSON object a line: its version once it
 is ready, then for each ``{"prompts", "sampling"}`` that it reads (token ids or texts, and fields of

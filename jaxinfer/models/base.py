@@ -155,6 +155,8 @@ class Model:
             if layer.is_empty:
                 continue
             own = self.own_params[f"layers_{i}"]
+            if layer.weights_of is not None:
+                own = {**self.own_params[f"layers_{layer.weights_of}"], **own}
             leaves, structure = jax.tree.flatten(own)
             for block in filter(None, (layer.start, layer.mixer, layer.ffn)):
                 kinds.setdefault((block, structure, *leaves), (block, own))

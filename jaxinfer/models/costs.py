@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.core.profile import EXPERTS, GATE_UP, HEAD, OTHERS, OpCosts, Part
-from jaxinfer.models.base import Model, Params, abstract_params
+from jaxinfer.models.base import Model, Params, abstract_params, layer_of
 from jaxinfer.nn.ngram_spec import TABLE
 
 
@@ -79,11 +79,16 @@ def costs_of(model: Model) -> Costs:
 
 
 def _uses(model: Model, name: str) -> int:
-    """How often a step reads a parameter: one of a shared block for each layer that uses it."""
+    """How often a step reads a parameter: one of a shared block for each layer that uses it, one of
+    a layer also for those that borrow its weights.
+    """
+    own = model.config.layers
+    if (layer := layer_of(name.split("/")[0])) is not None:
+        return 1 + sum(one.weights_of == layer for one in own)
     start, _, block = name.partition("/block_")
     if start != "layer_inputs" or not block:
         return 1
-    own, number = model.config.layers, int(block.split("/")[0])
+    number = int(block.split("/")[0])
     return sum(getattr(layer.mixer, "block", None) == number for layer in own)
 
 

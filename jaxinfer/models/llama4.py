@@ -38,6 +38,7 @@ from jaxinfer.nn.decoder_config import (
     ExpertsConfig,
     FeedForwardSpec,
 )
+from jaxinfer.nn.state import Chunk
 from pallas_kernels.route.routing import Routing
 
 # transformers' defaults
@@ -80,11 +81,11 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return replace(decoder, layers=tuple(layers))
 
 
-def _chunks(config: Mapping[str, Any], rotates: list[bool]) -> list[int | None]:
+def _chunks(config: Mapping[str, Any], rotates: list[bool]) -> list[Chunk | None]:
     """The chunk of each layer: of those that rotate, unless ``layer_types`` names others."""
     size = None
     if config.get("attention_chunk_size", _CHUNK) is not None:
-        size = hf.positive_int(config, "attention_chunk_size", _CHUNK)
+        size = Chunk(hf.positive_int(config, "attention_chunk_size", _CHUNK))
     kinds = hf.layer_kinds(config, "layer_types", len(rotates), ("full_attention", _CHUNKED))
     if kinds is None:
         return [size if one else None for one in rotates]

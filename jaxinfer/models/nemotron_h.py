@@ -1,8 +1,9 @@
 """Nemotron-H: layers of one block, which is Mamba-2, attention without rope, or a network.
 
-The networks of Nemotron 3 have experts without gates, of squared ReLUs.
+The networks of Nemotron 3 have experts without gates, of squared ReLUs. In Nemotron-H Puzzle each
+layer may have sizes of its own, which ``block_configs`` holds.
 
-Source: ``modeling_nemotron_h`` of Hugging Face transformers.
+Source: ``modeling_nemotron_h`` of Hugging Face transformers; of Puzzle ``nemotron_h.py`` of vLLM.
 """
 
 from __future__ import annotations
@@ -58,13 +59,29 @@ _OLDER = MappingProxyType(
 _MAMBA, _FULL, _NETWORK, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _OF_PATTERN = MappingProxyType({"M": _MAMBA, "*": _FULL, "-": _NETWORK, "E": _EXPERTS})
 _OF_OLDER = MappingProxyType({"mamba": _MAMBA, "attention": _FULL})
+_BLOCKS = "block_configs"
+_BLOCK_KEYS = MappingProxyType(  # those that a block of Puzzle has in place of the model's
+    {
+        _MAMBA: ("ssm_state_size",),
+        _FULL: ("sliding_window",),
+        _NETWORK: ("intermediate_size",),
+        _EXPERTS: (
+            *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group"),
+            *("moe_shared_expert_intermediate_size", "moe_latent_size", "topk_group"),
+            *("norm_topk_prob", "routed_scaling_factor"),
+        ),
+    }
+)
 # of layers with experts, if there are none; how a shared network and experts overlap; prediction
 _OF_EXPERTS = (
     *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "moe_latent_size", "n_group", "topk_group"),
     *("norm_topk_prob", "routed_scaling_factor", "num_local_experts"),
 )
-_UNUSED = (*("moe_shared_expert_overlap", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),)
+_UNUSED = (
+    *("moe_shared_expert_overlap", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+    *("mtp_block_configs", "blockwise_members"),
+)
 _TENSORS = ExpertTensors(
     router="mixer.gate",
     up="mixer.experts.{}.up_proj",
@@ -99,21 +116,18 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     for unused in ("rope_theta", "rope_parameters", "partial_rotary_factor", "time_step_limit"):
         config.get(unused)  # in some files, but nothing rotates
     kinds = _layer_kinds(config)
-    blocks: dict[str, LayerSpec] = {
-        _MAMBA: LayerSpec(_mamba(config), NoNetwork(), "shared"),
-        _FULL: LayerSpec(_attention(config), NoNetwork(), "shared"),
-        _NETWORK: LayerSpec(NoMixer(), _network(config), "shared"),
-    }
-    if _EXPERTS in kinds:
-        blocks[_EXPERTS] = LayerSpec(NoMixer(), _experts(config), "shared")
+    if config.get(_BLOCKS) is None:
+        alike = {kind: _layer(config, kind) for kind in {_MAMBA, _FULL, _NETWORK, *kinds}}
+        layers = [alike[kind] for kind in kinds]
     else:
-        for unused in _OF_EXPERTS:
-            config.get(unused)
+        layers = _own_layers(config, kinds)
+    for unused in () if _EXPERTS in kinds else _OF_EXPERTS:
+        config.get(unused)
     length = hf.positive_int(config, "max_position_embeddings")
     return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hf.positive_int(config, "hidden_size"),
-        layers=tuple(blocks[kind] for kind in kinds),
+        layers=tuple(layers),
         lengths=(length, length),
         norm="rms",
         norm_eps=hf.positive_float(config, "layer_norm_epsilon", _EPS),
@@ -122,11 +136,46 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     )
 
 
+def _layer(config: Mapping[str, Any], kind: str, window: int | None = None) -> LayerSpec:
+    """The block of a layer, with the norm before it."""
+    if kind == _MAMBA:
+        return LayerSpec(_mamba(config), NoNetwork(), "shared")
+    if kind == _FULL:
+        return LayerSpec(_attention(config, window), NoNetwork(), "shared")
+    network = _network(config) if kind == _NETWORK else _experts(config)
+    return LayerSpec(NoMixer(), network, "shared")
+
+
+def _own_layers(config: Mapping[str, Any], kinds: list[str]) -> list[LayerSpec]:
+    """The layers of Puzzle: what a block of ``block_configs`` has wins over the model's keys."""
+    for keys in _BLOCK_KEYS.values():
+        for unused in keys:
+            config.get(unused)  # where every block has its own
+    found: list[LayerSpec] = []
+    for i, (block, kind) in enumerate(zip(config[_BLOCKS], kinds, strict=True)):
+        given = {key: value for key, value in block.items() if value is not None}
+        del given["block_type"]
+        if unknown := [key for key in given if key not in _BLOCK_KEYS[kind]]:
+            raise ConfigError(
+                f"config key {_BLOCKS!r} has {short(unknown[0])} for layer {i}, which is not "
+                f"supported; blocks of this kind have {', '.join(_BLOCK_KEYS[kind])}"
+            )
+        own = hf.with_values(config, given)
+        window = None
+        if kind == _FULL and own.get("sliding_window") is not None:
+            window = hf.positive_int(own, "sliding_window")
+        found.append(_layer(own, kind, window))
+    return found
+
+
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer, by a list or by a pattern with a letter for each."""
+    """The kind of each layer, by blocks of their own, a list, or a pattern with a letter each."""
     given = config.get("layers_block_type") or config.get("layer_types")
-    pattern = config.get("hybrid_override_pattern")
-    if given is None and isinstance(pattern, str):
+    pattern, blocks = config.get("hybrid_override_pattern"), config.get(_BLOCKS)
+    if blocks is not None:
+        is_list = isinstance(blocks, list) and all(isinstance(one, Mapping) for one in blocks)
+        given = [one.get("block_type") for one in blocks] if is_list else [None]
+    elif given is None and isinstance(pattern, str):
         given = [_OF_PATTERN.get(letter, letter) for letter in pattern]
     if not isinstance(given, list | tuple) or not given:
         raise ConfigError(
@@ -137,8 +186,9 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
     unknown = [kind for kind in kinds if kind not in _OF_PATTERN.values()]
     num_layers = hf.positive_int(config, "num_hidden_layers", len(kinds))
     if unknown or num_layers != len(kinds):
+        key = "layers_block_type" if blocks is None else _BLOCKS
         raise ConfigError(
-            f"config key 'layers_block_type' must hold one of {', '.join(_OF_PATTERN.values())} "
+            f"config key {key!r} must hold one of {', '.join(_OF_PATTERN.values())} "
             f"for each of the {num_layers} layers, got {short(given)}"
         )
     return kinds
@@ -159,13 +209,17 @@ def _mamba(config: Mapping[str, Any]) -> Mamba2Config:
     )
 
 
-def _attention(config: Mapping[str, Any]) -> AttentionConfig:
+def _attention(config: Mapping[str, Any], window: int | None) -> AttentionConfig:
     """Attention without rope and without biases."""
     heads, kv_heads = hf.head_counts(config, 8)
     head_dim = config.get("attention_head_dim") and hf.positive_int(config, "attention_head_dim")
     head_dim = hf.positive_int(config, "head_dim", head_dim or _HEAD_DIM)
     return AttentionConfig(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        window=window,
     )
 
 
@@ -213,4 +267,5 @@ FAMILY = ModelFamily(
         mixers=partial(mamba2_specs, name="mixer."),
     ),
     ignored_tensors=GQA_IGNORED_TENSORS,
+    other_names=((r"^model\.", "backbone."),),  # of Puzzle
 )

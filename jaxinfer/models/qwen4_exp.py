@@ -31,9 +31,9 @@ from jaxinfer.models.hybrid import (
     gated_experts,
 )
 from jaxinfer.models.linears import Linear, linear_specs
+from jaxinfer.models.ngram_parts import boundary
 from jaxinfer.models.params import ParamSpec, conv_taps, join, plus_one, stack_plus_one, transposed
 from jaxinfer.models.sources import ArraySpec, Source
-from jaxinfer.models.wrappers import OWN_END
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, MixerSpec
 from jaxinfer.nn.layer_spec import TokenIdsConfig
 from jaxinfer.nn.mixers.pooled_attention_spec import PooledAttentionConfig, PooledIndexerConfig
@@ -174,7 +174,7 @@ def _ngrams(config: Mapping[str, Any], kinds: list[str]) -> dict[int, NGramConfi
             width=width,
             multipliers=_multipliers(config, tokens, i),
             sizes=sizes,
-            boundary=_boundary(config),
+            boundary=boundary(config),
             embed_dim=embed,
             num_rows=-(-sum(sizes) // multiple) * multiple,
             num_parts=hf.positive_int(config, "split_ngram_parts", _PARTS),
@@ -182,18 +182,6 @@ def _ngrams(config: Mapping[str, Any], kinds: list[str]) -> dict[int, NGramConfi
             norm_eps=hf.positive_float(config, "rms_norm_eps"),
         )
     return found
-
-
-def _boundary(config: Mapping[str, Any]) -> int:
-    """The token that n-grams do not pass: the first that ends a text."""
-    given = config.get("eos_token_id") if OWN_END not in config else config[OWN_END]
-    first = given[0] if isinstance(given, list | tuple) and given else given
-    if not isinstance(first, int) or not 0 <= first < hf.positive_int(config, "vocab_size"):
-        raise ConfigError(
-            f"config key 'eos_token_id' is {short(given)}, and the n-grams of this family need a "
-            "token of the vocabulary; add it"
-        )
-    return first
 
 
 def _multipliers(config: Mapping[str, Any], tokens: int, index: int) -> tuple[int, ...]:
@@ -239,7 +227,7 @@ def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
         if isinstance(layer.mixer, PooledAttentionConfig):
             own = path, f"{source}self_attn.indexer."
             specs += _indexer_specs(*own, layer.mixer.indexer, config.hidden_size)
-        if layer.start is not None:
+        if isinstance(layer.start, NGramConfig):
             specs += _ngram_specs(f"{path}ngrams/", f"{source}ple.", layer.start)
     specs += _stream_specs("residual/", "model.hyper_connection_mixer.", config, writes=False)
     return tuple(specs)

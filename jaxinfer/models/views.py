@@ -13,6 +13,7 @@ import numpy as np
 from jaxinfer.models.base import Model, Params
 from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig, MixerSpec
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
+from jaxinfer.nn.mixers.looped_spec import LoopedAttentionConfig
 from jaxinfer.nn.mixers.side_by_side_spec import SideBySideConfig
 from jaxinfer.nn.weight import stored
 
@@ -240,12 +241,20 @@ class WeightViews:
         return stored(weight, by_output=by_output).dense(self.model.config.dtype)
 
     def _matrix(self, layer: int, name: str) -> jax.Array:  # [I, O]
-        return self._dense(self.params[f"layers_{layer}"][name])
+        return self._dense(self._own(layer)[name])
+
+    def _own(self, layer: int) -> Any:
+        """The parameters of a layer, or of the one whose weights it borrows."""
+        of = self.model.config.layers[layer].weights_of
+        return self.params[f"layers_{layer if of is None else of}"]
 
     def _mixer(self, layer: int) -> MixerSpec:
-        """The mixer of a layer; of two beside each other attention, whose parameters it has."""
+        """The mixer of a layer; of two beside each other attention, whose parameters it has, and
+        of a later pass that of the first.
+        """
         mixer = self.model.config.layers[layer].mixer
-        return mixer.attention if isinstance(mixer, SideBySideConfig) else mixer
+        has_attention = isinstance(mixer, SideBySideConfig | LoopedAttentionConfig)
+        return mixer.attention if has_attention else mixer
 
     def _attention(self, layer: int) -> AttentionConfig:
         mixer = self._mixer(layer)
@@ -294,7 +303,7 @@ class WeightViews:
         return self._bias(layer, "gate_up", 2 * ffn.width)[ffn.width :]
 
     def _bias(self, layer: int, name: str, width: int) -> jax.Array:  # [width]
-        found = self.params[f"layers_{layer}"].get(f"{name}_bias")
+        found = self._own(layer).get(f"{name}_bias")
         return jnp.zeros(width, self.model.config.dtype) if found is None else found
 
     def _output(self, layer: int) -> jax.Array:  # [N, H, D]

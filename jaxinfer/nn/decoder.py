@@ -18,6 +18,7 @@ as [in, out], and GEMMs are ``x @ w``. Parameters, whose shapes are those of ``m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -297,15 +298,25 @@ class Decoder(nn.Module):
             own_ctx = ctx.of_layer(i, place.groups, rotation)
             if self.dense and i in self.with_points:
                 assert isinstance(ctx.points, Points)
-                cut: Any = partial(self.layers[i], stream, own, own_ctx)
+                cut: Any = partial(self._layer(i), stream, own, own_ctx)
                 total, returned[i] = ctx.points.run_layer(i, cut)
                 stream = Stream(total)
                 continue
-            stream, own = self.layers[i](stream.with_peers(None), own, own_ctx, own_only)
+            stream, own = self._layer(i)(stream.with_peers(None), own, own_ctx, own_only)
             stream, returned[i] = stream.with_peers(ctx.peers), own
             if state is not None and own is not None:
                 state = place.put(state, own)
         return stream, state
+
+    def _layer(self, i: int) -> Callable[..., Any]:
+        """Layer ``i``, with the weights of an earlier one if it borrows them."""
+        layer, of = self.layers[i], self.spec.layers[i].weights_of
+        if of is None:
+            return layer
+        weights = self.variables["params"]
+        own = {"params": {**weights[f"layers_{of}"], **weights[f"layers_{i}"]}}
+        c = self.spec
+        return partial(type(layer)(c.layers[i], c.norms, c.residual, parent=None).apply, own)
 
     def finished(self, stream: Stream, ctx: StepContext) -> jax.Array:  # [T, D]
         """The final norm of the stream."""

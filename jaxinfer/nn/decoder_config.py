@@ -26,7 +26,7 @@ from jaxinfer.nn.layer_spec import (
     SharedBlocksConfig,
     TokenIdsConfig,
 )
-from jaxinfer.nn.ngram_spec import NGramConfig
+from jaxinfer.nn.ngram_spec import NGramConfig, NGramMeanConfig
 from jaxinfer.nn.positions import Alibi, Sinusoids
 from jaxinfer.nn.residual_spec import PlainResidual, ResidualSpec
 from jaxinfer.nn.rope import RopeConfig
@@ -37,6 +37,8 @@ from pallas_kernels.route.routing import Routing
 
 if TYPE_CHECKING:
     import flax.linen as nn
+
+    from jaxinfer.nn.state import Chunk
 
 
 class FeedForwardSpec(BlockSpec, Protocol):
@@ -72,7 +74,7 @@ class AttentionConfig(BlockSpec):
     c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the epsilon of an
     RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as keys) are
     stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype`` is that of
-    pages (None: the decoder's). With ``chunk``, tokens attend within chunks of so many.
+    pages (None: the decoder's). With ``chunk``, tokens attend within chunks of the context.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -82,7 +84,7 @@ class AttentionConfig(BlockSpec):
     head_dim: int
     scale: float
     window: int | None = None
-    chunk: int | None = None
+    chunk: Chunk | None = None
     rope: RopeConfig | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -109,8 +111,8 @@ class AttentionConfig(BlockSpec):
         return self.own_value_dim or self.head_dim
 
     def for_context(self, length: int) -> AttentionConfig:
-        """See ``MixerSpec``. A context of one chunk needs no chunks."""
-        chunk = self.chunk if (self.chunk or length) < length else None
+        """See ``MixerSpec``. A context of no more chunks than a token sees needs none."""
+        chunk = self.chunk if self.chunk and self.chunk.reach < length else None
         return replace(self, rope=self.rope and self.rope.for_context(length), chunk=chunk)
 
     def share(self, devices: int) -> AttentionConfig:
@@ -258,21 +260,22 @@ class ExpertsConfig(FeedForwardSpec):
 class LayerSpec:
     """One layer, with norms before or after its blocks (mixer, feed-forward network), or both, or
     before both and after the network ("ffn_both"), or before the network alone ("ffn").
-
     A norm after a block is of its output, before that is added to the residual stream. A layer may
-    lack a block (``nn.absent``); it has one norm then, which is "shared". ``start`` precedes the
-    mixer, ``end`` follows the network. Blocks of a ``parallel`` layer read the same stream, and
+    lack a block (``nn.absent``); it has one norm then, "shared". ``start`` precedes the mixer,
+    ``end`` follows the network. Blocks of a ``parallel`` layer read the same stream, and
     their outputs are added to it together; they may share the norm before them. With ``on_norms``,
-    of both blocks, that norm replaces the stream, so that outputs are added to it (MiniMax-01).
+    of both blocks, that norm replaces the stream, to which outputs are added (MiniMax-01). With
+    ``weights_of`` a layer has the parameters of that earlier layer, next to its own.
     """
 
     mixer: MixerSpec
     ffn: FeedForwardSpec
     norms: NormPlaces = "before"
-    start: NGramConfig | None = None
+    start: NGramConfig | NGramMeanConfig | None = None
     end: LayerEndConfig | None = None
     parallel: bool = False
     on_norms: tuple[BlockFactors, BlockFactors] | None = None
+    weights_of: int | None = None
 
     @property
     def is_empty(self) -> bool:

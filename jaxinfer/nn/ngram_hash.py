@@ -1,4 +1,5 @@
-"""Hashes of n-grams of token ids: products with 63-bit numbers, their exclusive or, remainders.
+"""Hashes of n-grams of token ids: products with 63-bit numbers, their exclusive or, remainders; or
+the remainders of polynomials.
 
 JAX has integers of 32 bits here, so that one of 64 bits is a pair of them.
 """
@@ -50,7 +51,33 @@ def ngram_rows(
     for i, (token, multiplier) in enumerate(zip(tokens[1:], multipliers[1:], strict=True)):
         other = _product(token.astype(jnp.uint32), multiplier)
         mixed = Wide(mixed.high ^ other.high, mixed.low ^ other.low)
-        found.append(_remainders(mixed, sizes[i * each : (i + 1) * each]))
+        columns = Wide(mixed.high[:, None], mixed.low[:, None])
+        found.append(_remainders(columns, sizes[i * each : (i + 1) * each]))
+    return jnp.concatenate(found, axis=1).astype(jnp.int32) + starts
+
+
+def polynomial_rows(
+    tokens: Sequence[jax.Array],  # int32[T] each: a token, the one before it, and so on
+    base: int,  # the size of the vocabulary
+    sizes: Sequence[int],  # of the parts of the table, those of 2-grams first
+) -> jax.Array:  # int32[T, len(sizes)]
+    """The rows of a token's n-grams of 2 up to ``len(tokens)`` tokens, as ``ngram_rows``.
+
+    The hash is the polynomial in ``base`` whose coefficients are the tokens, the last one's that of
+    power 0, modulo the part's size (LongCat-Flash-Lite).
+    """
+    each = len(sizes) // (len(tokens) - 1)
+    starts = np.cumsum((0, *sizes[:-1])).astype(np.int32)
+    ids = [token.astype(jnp.uint32)[:, None] for token in tokens]
+    found: list[jax.Array] = []
+    for i in range(1, len(tokens)):
+        own = sizes[(i - 1) * each : i * each]
+        rest = ids[i] % jnp.asarray(own, jnp.uint32)  # [T, each]
+        for token in ids[i - 1 :: -1]:  # Horner's rule
+            high, product = _product(rest, base)
+            low = product + token
+            rest = _remainders(Wide(high + (low < token).astype(jnp.uint32), low), own)
+        found.append(rest)
     return jnp.concatenate(found, axis=1).astype(jnp.int32) + starts
 
 
@@ -67,13 +94,15 @@ def _product(tokens: jax.Array, multiplier: int) -> Wide:  # of uint32[T]
 
 
 def _remainders(numbers: Wide, sizes: Sequence[int]) -> jax.Array:  # uint32[T, len(sizes)]
-    """The numbers [T] modulo each size: a long division, as many bits at a time as fit."""
+    """The numbers [T, 1], or [T, len(sizes)], modulo each size: a long division, as many bits at a
+    time as fit.
+    """
     at_once = 32 - max(sizes).bit_length()
     by = jnp.asarray(sizes, jnp.uint32)
     rest, end = jnp.zeros((), jnp.uint32), _BITS
     while end:
         start = max(end - at_once, 0)
-        digits = numbers.bits(start, end - start)[:, None]
+        digits = numbers.bits(start, end - start)
         rest = ((rest << (end - start)) | digits) % by
         end = start
     return rest

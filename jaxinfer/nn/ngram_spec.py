@@ -1,6 +1,7 @@
-"""The spec of embeddings of n-grams that a layer adds to residual streams (Qwen3.8-Flash-Next).
+"""The specs of embeddings of n-grams that a layer adds to residual streams (Qwen3.8-Flash-Next), or
+to a token's own one (LongCat-Flash-Lite).
 
-Its module is in ``nn.ngrams``, the hash of n-grams in ``nn.ngram_hash``.
+Their modules are in ``nn.ngrams``, the hash of n-grams in ``nn.ngram_hash``.
 """
 
 from __future__ import annotations
@@ -83,6 +84,51 @@ class NGramConfig(BlockSpec):
     def module(self) -> nn.Module:
         """The module; its parameters are those of the layer under "ngrams"."""
         return import_module("jaxinfer.nn.ngrams").NGrams(self, name="ngrams")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGramMeanConfig(BlockSpec):
+    """The first ``width`` elements of the stream, a token's embedding, become the mean of it and of
+    projections of its n-grams' embeddings.
+
+    The n-grams that end with a token, of 2 up to ``longest`` tokens, are hashed to rows of a table
+    modulo ``sizes``, as many of each length: polynomials in ``base``. Tokens up to ``boundary``,
+    which is before the last token, count as 0, and so do those before the first.
+    """
+
+    width: int
+    longest: int
+    base: int
+    sizes: tuple[int, ...]
+    boundary: int
+
+    def __post_init__(self) -> None:
+        """Check that each length has as many functions."""
+        assert self.longest > 1 and len(self.sizes) % (self.longest - 1) == 0, "functions of each"
+
+    @property
+    def row_width(self) -> int:
+        """Elements of a row of the table."""
+        return self.width // len(self.sizes)
+
+    def state(self, dtype: jnp.dtype) -> LayerState:
+        """See ``MixerSpec``: the last tokens of a sequence, the newest first."""
+        del dtype
+        return LayerState(per_slot=(Entry(LAST_IDS, (self.longest - 1,), jnp.dtype(jnp.int32)),))
+
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
+        """See ``MixerSpec``: in float32 the embeddings, twice, and three arrays of the stream."""
+        del params
+        rows = len(self.sizes) * (self.row_width + 4)  # and four integers of the hash
+        return 4 * step.x.shape[0] * (2 * rows + 3 * self.width)
+
+    def words(self) -> str:
+        """See ``MixerSpec``."""
+        return f"embeddings of {len(self.sizes)} n-grams of a token"
+
+    def module(self) -> nn.Module:
+        """The module; its parameters are those of the layer under "ngrams"."""
+        return import_module("jaxinfer.nn.ngrams").NGramMean(self, name="ngrams")
 
 
 def without_table(layer: Mapping[str, Any]) -> Mapping[str, Any]:

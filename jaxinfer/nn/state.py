@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,18 @@ class PagedKind:
         return replace(self, window=None)
 
 
+class Chunk(NamedTuple):
+    """Chunks of the context within which tokens attend, in place of a window."""
+
+    size: int  # tokens
+    back: int = 0  # the chunks before its own that a token sees, too
+
+    @property
+    def reach(self) -> int:
+        """The most tokens that a token sees, itself included."""
+        return self.size * (self.back + 1)
+
+
 @dataclass(frozen=True)
 class LayerState:
     """The state of one layer; the names of its entries differ.
@@ -94,11 +107,16 @@ class LayerState:
     does, at multiples of it, and only states there are saved. So a state does not depend on how the
     prompt was divided.
 
-    A token attends to those of its ``chunk`` of so many tokens, which are whole pages.
+    A token attends to those of its ``chunk`` of so many tokens, which are whole pages, and may to
+    those of some chunks before it.
 
     With ``of`` the layer has no state of its own: it reads the arrays of an earlier layer, of this
     number, which has written them in the same step. In the dense form it gets what that layer's
     mixer returns as its state.
+
+    With ``reads`` the layer also attends to pages of an earlier layer of this number, whose entries
+    are like its own. Its arrays hold both: their pages are the last of ``StepContext.pages``. In
+    the dense form it gets what that layer's mixer returns as its state.
 
     ``follows`` are names and numbers of earlier layers, whose mixers have returned a value of this
     step under that name, with their states: the layer gets it under the same name.
@@ -109,6 +127,7 @@ class LayerState:
     align: int = 1
     chunk: int | None = None
     of: int | None = None
+    reads: int | None = None
     follows: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -148,10 +167,10 @@ def keys_and_values(
     head_dim: int,
     dtype: jnp.dtype,
     window: int | None = None,
-    chunk: int | None = None,
+    chunk: Chunk | None = None,
 ) -> LayerState:
     """The state of an attention layer: K and V of each token, of 8 bits with a scale of each head
-    (``pallas_kernels.lib.page_scales``). Pages before a window of a chunk's size are not read.
+    (``pallas_kernels.lib.page_scales``). Pages before those that a ``chunk`` sees are not read.
     """
     heads = (num_kv_heads,)
     shape, axes = (num_kv_heads, head_dim), (Fused("heads", heads, heads), None)
@@ -159,20 +178,29 @@ def keys_and_values(
     if dtype == BITS:
         scales = (heads, jnp.dtype(jnp.float32), axes[:1])
         entries += tuple(Entry(name + SCALE, *scales) for name in ("k", "v"))
-    return LayerState((PagedKind(entries, window or chunk),), chunk=chunk)
+    if chunk is not None:
+        return LayerState((PagedKind(entries, chunk.reach),), chunk=chunk.size)
+    return LayerState((PagedKind(entries, window),))
 
 
 @dataclass(frozen=True)
 class LayerPlace:
     """The groups of a layer's paged kinds, in order, and the arrays of the layer.
 
-    They may be those of the earlier layer ``of``: see ``LayerState``, also for ``follows``.
+    They may be those of the earlier layer ``of``, or have its groups next to their own (``reads``):
+    see ``LayerState``, also for ``follows``.
     """
 
     groups: tuple[int, ...]
     arrays: tuple[tuple[str, int], ...]  # (name, index in ``StateLayout.arrays``)
     of: int | None = None
+    reads: int | None = None
     follows: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def earlier(self) -> int | None:
+        """The layer of whose state it reads at least a part."""
+        return self.reads if self.of is None else self.of
 
     def take(self, state: State) -> LayerArrays:
         """The layer's arrays."""
@@ -222,14 +250,19 @@ class StateLayout:
         of layers that it follows, if they have returned some.
         """
         place = self.layers[layer]
-        own = place.take(state) if state is not None else returned.get(place.of)
+        own = place.take(state) if state is not None else returned.get(place.earlier)
         values = ((name, (returned[of] or {}).get(name)) for name, of in place.follows)
         found = {name: value for name, value in values if value is not None}
         return {**(own or {}), **found} if found else own
 
     def border_before(self, layer: int) -> int:
-        """The last number up to ``layer`` such that no layer from it on follows one before it."""
-        first = min((of for x in self.layers[layer:] for _, of in x.follows), default=layer)
+        """The last number up to ``layer`` such that no layer from it on follows one before it, or
+        reads pages of one.
+        """
+        places = self.layers[layer:]
+        before = [of for place in places for _, of in place.follows]
+        before += [place.reads for place in places if place.reads is not None]
+        first = min(before, default=layer)
         return layer if first >= layer else self.border_before(first)
 
     @property
@@ -318,7 +351,10 @@ def state_layout(layers: Sequence[LayerState]) -> StateLayout:
         assert len(dict(named)) == len(named), f"layer {i} has two entries of one name"
         assert all(of < i for _, of in layer.follows), f"layer {i} follows a later one"
         groups_of = tuple(places[kind, i][0] for kind in layer.paged)
-        found.append(LayerPlace(groups_of, tuple(named), follows=layer.follows))
+        if layer.reads is not None:
+            assert tuple(named) == found[layer.reads].arrays, f"layer {i} has other arrays"
+            groups_of += found[layer.reads].groups
+        found.append(LayerPlace(groups_of, tuple(named), None, layer.reads, layer.follows))
     entries, of_pools = zip(*arrays, strict=True) if arrays else ((), ())
     align = lcm(*(layer.align for layer in layers))
     return StateLayout(entries, of_pools, tuple(groups), tuple(found), align)

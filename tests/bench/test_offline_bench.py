@@ -16,7 +16,8 @@ from jaxinfer.core.errors import BenchError
 
 # it answers with tokens of the count asked for, and ends where its argument says so
 VLLM = """
-import os, types
+import numbers, os, profile, types
+assert "jaxinfer" not in numbers.__file__ + profile.__file__, "not the standard library's"
 __version__ = "0.0.1"
 class SamplingParams:
     def __init__(self, max_tokens, temperature, ignore_eos, top_k):

@@ -31,15 +31,17 @@ LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a b
 # of Mamba-2: among attention, beside it, in layers of one block, and alone; lightning attention
 MAMBAS = (
     *("bamba", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba", "minimax"),
+    "nemotron_h_puzzle",  # with sizes of each layer
     *("recurrent_gemma", "rwkv", "xlstm"),  # linear recurrences
     *("zamba", "zamba2"),  # after blocks that several layers use
 )
 # the delta rule: decays of heads, of channels, and next to attention to pools of 4 tokens
 DELTAS = ("qwen3_5", "kimi_linear", "bailing_hybrid", "glm5_next")
-NAMES = (*DELTAS, "qwen3_5_moe", "lfm2", "zaya", *MAMBAS)
+PLAIN = ("lfm2", "zaya", "longcat_flash_ngram")  # convolutions, the last tokens
+NAMES = (*DELTAS, "qwen3_5_moe", *PLAIN, *MAMBAS)
 # scans over chunks of 64 tokens
 SCANS = pytest.mark.parametrize("name", [*DELTAS, *MAMBAS])
-EACH = pytest.mark.parametrize("name", [*DELTAS, "lfm2", "zaya", *MAMBAS])
+EACH = pytest.mark.parametrize("name", [*DELTAS, *PLAIN, *MAMBAS])
 
 
 @cache

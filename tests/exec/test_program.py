@@ -59,14 +59,14 @@ def test_layers_share_one_trace(family: str, layers: str) -> None:
 
 
 def test_a_bucket_has_one_step_and_extras_are_the_same_few_for_all() -> None:
-    table = (Bucket(1), Bucket(80), Bucket(0, 32, 2), Bucket(80, 32, 2, scores=True))
+    table = (Bucket(1), Bucket(80), Bucket(0, 256, 2), Bucket(80, 32, 2, scores=True))
     limits = msgspec.structs.replace(LIMITS, max_num_seqs=80, buckets=table)
-    names = {ADMIT.name, "d1", "d80", "p32x2", "d80p32x2", "score32"}
+    names = {ADMIT.name, "d1", "d80", "p256x2", "d80p32x2", "score32"}
     model = build_model(tiny_config("qwen3") | {"num_hidden_layers": 4}, "float32")
     of_cpu, of_gpu = (Program(model, limits, platform=platform) for platform in ("cpu", "gpu"))
     assert set(of_cpu.names()) == {*names, "extras1", "extras8"}
     # steps with only prompts are split; those that score are not
-    assert set(of_gpu.names()) == {*names, "p32x2_first", "extras8", "extras64", "extras128"}
+    assert set(of_gpu.names()) == {*names, "p256x2_first", "extras8", "extras64", "extras128"}
     lone = replace(of_gpu, limits=msgspec.structs.replace(limits, max_num_seqs=1))
     assert {name for name in lone.names() if "extras" in name} == {"extras1"}
 
@@ -81,12 +81,24 @@ NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
         ("gpu", Bucket(1), PLANNED),
         ("gpu", Bucket(32), PLANNED),
         ("gpu", Bucket(33), ONLY_CUBLAS),
-        ("gpu", Bucket(0, 64, 4), ONLY_CUBLAS),
+        ("gpu", Bucket(0, 64, 4), {**ONLY_CUBLAS, **NO_GRAPH}),
+        ("gpu", Bucket(0, 256, 4), ONLY_CUBLAS),
+        ("gpu", Bucket(8, 64, 4, scores=True), ONLY_CUBLAS),
         ("gpu", Bucket(256, 768, 48, scores=True), {**ONLY_CUBLAS, **NO_GRAPH}),
         ("gpu", Bucket(0, 1024, 1), {**PLANNED, **NO_GRAPH}),
         ("cpu", Bucket(512), {}),
     ],
-    ids=["one", "few", "decodes", "prompts", "mixed", "one_row", "cpu"],
+    ids=[
+        "one",
+        "few",
+        "decodes",
+        "short_prompts",
+        "prompts",
+        "few_mixed",
+        "mixed",
+        "one_row",
+        "cpu",
+    ],
 )
 def test_xla_s_options_follow_from_the_rows_and_tokens_of_a_step(
     platform: str, bucket: Bucket, expected: dict[str, Any]
@@ -116,13 +128,14 @@ def test_xla_s_options_of_calls() -> None:
     ("platform", "bucket", "linked"),
     [
         ("gpu", Bucket(8), True),
-        ("gpu", Bucket(0, 64, 4), False),
+        ("gpu", Bucket(0, 64, 4), True),
+        ("gpu", Bucket(0, 256, 4), False),
         ("gpu", Bucket(8, 64, 4), False),
         ("cpu", Bucket(8), False),
     ],
-    ids=["decodes", "prompts", "mixed", "cpu"],
+    ids=["decodes", "short_prompts", "prompts", "mixed", "cpu"],
 )
-def test_steps_that_only_decode_have_their_kernels_linked(
+def test_decode_steps_and_short_prompts_have_their_kernels_linked(
     platform: str, bucket: Bucket, linked: bool
 ) -> None:
     limits = Limits((2000,), 16, 512, 64, 512, (bucket,))

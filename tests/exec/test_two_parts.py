@@ -14,7 +14,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
-from jaxinfer.exec.compile.program import FIRST, MAX_SPLIT_TOKENS, Program
+from jaxinfer.exec.compile.program import FIRST, MAX_LAUNCHED_TOKENS, MAX_SPLIT_TOKENS, Program
 from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
@@ -24,10 +24,11 @@ from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
 from kit.tiny_models import random_params, tiny_config
 
+TOKENS = MAX_LAUNCHED_TOKENS + 16  # more than are launched whole
 LIMITS = replace(
     tiny_limits(max_num_seqs=2, max_num_batched_tokens=16),
     # one of each kind, as compiling twelve layers takes most of the time
-    buckets=(Bucket(2), Bucket(0, 16, 2), Bucket(2, 16, 2, scores=True)),
+    buckets=(Bucket(2), Bucket(0, TOKENS, 2), Bucket(2, TOKENS, 2, scores=True)),
 )
 LAYERS = {"qwen3": "num_hidden_layers", "gpt2": "n_layer"}
 PROMPTS = [tuple(range(5, 45)), (9, 8, 7, 6, 5)]  # the first has three chunks
@@ -111,4 +112,5 @@ def test_only_prompt_steps_of_a_gpu_with_enough_layers_are_split() -> None:
             assert program.is_split(bucket) == (expected and only_prompts)
         assert any(name.endswith("_first") for name in program.names()) == expected
         assert not program.is_split(Bucket(0, 2 * MAX_SPLIT_TOKENS, 1))
-        assert not program.is_split(Bucket(0, 64, 1, scores=True))
+        assert not program.is_split(Bucket(0, MAX_LAUNCHED_TOKENS, 1))
+        assert not program.is_split(Bucket(0, 256, 1, scores=True))

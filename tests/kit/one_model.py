@@ -1,4 +1,4 @@
-"""A tiny model with state for each sequence, through the whole engine."""
+"""One tiny model through the whole engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OneModel:
             groups=model.state.groups,
             num_pages=(max(200, 3 * self.max_model_len // limits.page_size),)
             * len(model.state.bytes_per_entry),
-            num_snapshots=8,
+            num_snapshots=8 if model.state.bytes_per_slot else 0,
             align=model.state.align,
         )
         program = Program(model, limits)

@@ -123,6 +123,7 @@ MORE: dict[str, dict[str, Any]] = {
     "llama4": {"num_local_experts": 8},
     "openpangu_ultra": {"n_routed_experts": 8},
     "step3": {"moe_num_experts": 8},
+    "mistral_large3": {"n_routed_experts": 8},
 }
 # as published, a device has a part of each expert
 SLICED: dict[str, dict[str, Any]] = {

@@ -235,6 +235,26 @@ CONFIGS = MappingProxyType(
             "sliding_window_pattern": 3,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
+        "rnj1": {
+            **_DECODER,
+            "architectures": ["Rnj1ForCausalLM"],
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "num_hidden_layers": 3,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "sliding_window": 16,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                    "rope_theta": 10000.0,
+                },
+                "chunked_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": False,
+        },
         "gemma4": {
             **_GEMMA4,
             "architectures": ["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"],
@@ -983,6 +1003,25 @@ CONFIGS = MappingProxyType(
             "n_routed_experts": 7,
             "rope_scaling": {**_LATENT["rope_scaling"], "llama_4_scaling_beta": 0.3},
         },
+        "mistral_large3": {
+            **{key: value for key, value in _LATENT.items() if key != "rope_scaling"},
+            "architectures": ["MistralLarge3ForCausalLM"],
+            "q_lora_rank": 20,
+            "n_routed_experts": 7,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "scoring_func": "softmax",
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "beta_fast": 4.0,
+                "original_max_position_embeddings": 32,
+                "mscale_all_dim": 1,
+            },
+            "llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 0.3},
+        },
         "sarvam_moe": {
             **_DECODER,
             **_COUNTED_EXPERTS,
@@ -1109,6 +1148,39 @@ CONFIGS = MappingProxyType(
             "mamba_head_dim": 8,
             "ssm_state_size": 16,
             "n_groups": 2,
+        },
+        "nemotron_h_puzzle": {
+            **{key: _DECODER[key] for key in _NEMOTRON_H if key != "intermediate_size"},
+            "architectures": ["NemotronHPuzzleForCausalLM"],
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 16,
+            "n_groups": 4,
+            "routed_scaling_factor": 2.5,
+            "block_configs": [
+                {"block_type": "mamba"},
+                {
+                    "block_type": "moe",
+                    "n_routed_experts": 8,
+                    "num_experts_per_tok": 3,
+                    "moe_intermediate_size": 24,
+                    "moe_latent_size": 16,
+                    "moe_shared_expert_intermediate_size": 20,
+                },
+                {"block_type": "attention", "sliding_window": 7},
+                {"block_type": "mlp", "intermediate_size": 48},
+                {
+                    "block_type": "moe",
+                    "n_routed_experts": 4,
+                    "num_experts_per_tok": 1,
+                    "moe_intermediate_size": 40,
+                    "moe_latent_size": 16,
+                    "moe_shared_expert_intermediate_size": 12,
+                },
+                {"block_type": "attention"},
+            ],
+            "mtp_block_configs": [{"block_type": "attention"}],
         },
         "mamba2": {
             "architectures": ["Mamba2ForCausalLM"],
@@ -1299,6 +1371,30 @@ CONFIGS = MappingProxyType(
             "zero_expert_type": "identity",
             "attention_method": "MLA",
             "mla_scale_q_lora": True,
+        },
+        "iquest_loop": {
+            **_DECODER,
+            "architectures": ["IQuestLoopCoderForCausalLM"],
+            "rope_theta": 500000.0,
+            "loop_num": 2,
+            "loop_window_size": 7,
+        },
+        "longcat_flash_ngram": {
+            **{key: _LATENT[key] for key in _YOUTU if key not in _OF_LAYERS},
+            "architectures": ["LongcatFlashNgramForCausalLM"],
+            "num_layers": 1,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24,
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "zero_expert_num": 3,
+            "moe_topk": 3,
+            "zero_expert_type": "identity",
+            "attention_method": "MLA",
+            "ngram_vocab_size_ratio": 2,
+            "emb_neighbor_num": 4,
+            "emb_split_num": 2,
+            "eos_token_id": [2, 9],
         },
         "diffllama": {
             **_DECODER,
@@ -1639,6 +1735,9 @@ LIKE_OTHERS = (
     *("param2moe",),
     "step3",  # attention as llama's, after a latent as deepseek_v3's
     "solar",  # llama's layers, with copies of the stream
+    *("mistral_large3", "nemotron_h_puzzle", "longcat_flash_ngram"),
+    "iquest_loop",  # llama's layers twice
+    "rnj1",  # gemma3's layers, with llama4's chunks
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -1658,7 +1757,7 @@ WITH_STATE = (
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
     *("bailing_hybrid", "nemotron_h_experts", "lfm3", "recurrent_gemma", "rwkv"),
     *("zamba", "zamba2", "lara_mini", "zaya", "deepseek_v4", "glm5_next", "xlstm"),
-    "qwen4_exp",
+    *("qwen4_exp", "nemotron_h_puzzle", "longcat_flash_ngram"),
 )
 
 # of Zamba's blocks, without which scores are so large that rounding decides

@@ -250,3 +250,10 @@ def test_wrong_parameters_are_named() -> None:
             checked_params(tree, model.arrays)
     assert list(checked_params(params, model.arrays)) == list(model.arrays)
     assert set(by_path(params)) == set(model.arrays)
+
+
+def test_a_later_pass_has_the_weights_of_the_first() -> None:
+    m = views_of("iquest_loop")
+    for view in (m.W_Q, m.W_K, m.W_V, m.W_O, m.W_gate, m.W_in, m.W_out):
+        assert len(view) == 4
+        np.testing.assert_array_equal(view[3], view[1])

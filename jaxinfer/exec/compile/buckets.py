@@ -17,6 +17,9 @@ CHEAP_HEAD_ROWS = 64
 # arrays that belong to the prompts after them, at addresses that have to be multiples of 16 bytes.
 GPU_ROWS = 8
 MIXED_TOKENS_PER_ROW = 4  # fewest prefill tokens of a mixed bucket for each of its decode rows
+# Decode rows and prefill tokens of one small mixed bucket where the others are larger: next to few
+# rows, a prompt that was found in the cache up to its last page waits 2 ms less (Qwen3-4B, H200).
+SMALL_MIXED = (16, 64)
 
 
 def bucket_table(
@@ -44,7 +47,8 @@ def bucket_table(
     of ``mixed_multiple``, and at most ``max_num_mixed_tokens`` prefill tokens (None: no further
     limit), as all decode rows wait for them. They have at least 4 tokens for each decode row: with
     more rows, fewer tokens hardly shorten the step. The largest chunk of each number of rows is an
-    exception: it exists for every number. If the rows are more than a quarter of its tokens, it has
+    exception: it exists for every number. One more has ``SMALL_MIXED`` rows and tokens, if all
+    others have more rows. If the rows are more than a quarter of its tokens, it has
     one token less for every two more rows, down to half of ``max_num_mixed_tokens``, as all those
     rows wait for it.
 
@@ -70,6 +74,9 @@ def bucket_table(
             for chunk in _mixed_chunks(rows, max_mixed, prefill_start, prefill_factor)
         ),
     ]
+    rows, tokens = SMALL_MIXED
+    if mixed_rows and mixed_rows[0] > rows and tokens in chunks and tokens <= max_mixed:
+        shapes.append(SMALL_MIXED)
     if pools:
         return tuple(Bucket(0, chunk, _prefill_rows(chunk, max_num_seqs)) for chunk in chunks)
     scored_chunk = max(chunk for chunk in chunks if chunk <= max_mixed or chunk == chunks[0])

@@ -25,7 +25,7 @@ from jaxinfer.exec.step.drafts import NO_TOKEN, DraftContext, Drafter, num_accep
 from jaxinfer.exec.step.points import Steering, StepEdits, points_of_step, read_points
 from jaxinfer.exec.step.pooling import pooled
 from jaxinfer.exec.step.sampling import NOT_FINITE, Awaited, place_to_publish, sample
-from jaxinfer.exec.step.slots import SlotState
+from jaxinfer.exec.step.slots import SlotState, written_rows
 from jaxinfer.models.base import (
     Model,
     Params,
@@ -313,7 +313,7 @@ class StepFunction:
         position = jnp.where(drawn, draws.lens, slots.token_ids.shape[1])
         slots = slots._replace(
             token_ids=slots.token_ids.at[draws.slots, position].set(token_ids, mode="drop"),
-            drawn_from=slots.drawn_from.at[batch.rows.slots].set(drawn_from),
+            drawn_from=written_rows(slots.drawn_from, batch.rows.slots, drawn_from),
         )
         if self.drafter is not None:
             assert slots.drafts is not None and slots.drafter is not None

@@ -77,6 +77,21 @@ class SlotState(NamedTuple):
     drafter: LayerArrays | None = None  # [S + 1, ...] each: the drafter's state
 
 
+def written_rows(
+    array: jax.Array,  # [S + 1, ...]
+    slots: jax.Array,  # int32[B]; S for padding, else each at most once
+    values: jax.Array,  # [B, ...]
+) -> jax.Array:  # [S + 1, ...]
+    """The array with each row's values in its slot; padding is not written.
+
+    Indices that may be equal would make XLA's kernel for GPUs write values of 16 bits one after the
+    other where they are (``kv_append.xla.written``).
+    """
+    outside = len(array) + jnp.arange(len(slots), dtype=jnp.int32)
+    at = jnp.where(slots == len(array) - 1, outside, slots)
+    return array.at[at].set(values, mode="drop", unique_indices=True)
+
+
 def init_slots(
     max_num_seqs: int,
     max_model_len: int,

@@ -29,7 +29,7 @@ from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, block_output, divided_rms_norm, linear
 from jaxinfer.nn.mixers import heads as on_heads
 from jaxinfer.nn.mixers.chunks import last_in_chunks, prompts_in_chunks
-from jaxinfer.nn.state import LayerArrays
+from jaxinfer.nn.state import Chunk, LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
@@ -66,12 +66,6 @@ class HeadTerms(NamedTuple):
 
 
 _NO_TERMS = HeadTerms()
-
-
-class Chunk(NamedTuple):
-    """Chunks of the context within which tokens attend, in place of a window."""
-
-    size: int  # tokens
 
 
 class Attention(nn.Module):
@@ -176,7 +170,7 @@ def attend(
     terms: HeadTerms = _NO_TERMS,
     only: jax.Array | None = None,  # int32[B]
     cap: float | None = None,
-    chunk: int | None = None,
+    chunk: Chunk | None = None,
     chosen: jax.Array | None = None,  # bool[K, T, T]: see ``dense_attention``
 ) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, H], or with only [B, N, H]
     """Append this step's keys and values to the pages and attend over them.
@@ -189,7 +183,7 @@ def attend(
         qkv = with_values(qkv, num_kv_heads, values, qk_norm.eps)
         values = "projected"
     if state is None:
-        reach = window if chunk is None else Chunk(chunk)
+        reach = window if chunk is None else chunk
         return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, reach, terms, only, cap, chosen)
     pages, d = ctx.pages[0], ctx.num_decodes
     last = prompts = ctx
@@ -365,7 +359,7 @@ def dense_attention(
     visible = distance >= 0
     if isinstance(window, Chunk):
         of_token = jnp.arange(t) // window.size
-        visible &= of_token[:, None] == of_token
+        visible &= of_token[:, None] - of_token <= window.back
     elif window is not None:
         visible &= distance < window
     if chosen is not None:

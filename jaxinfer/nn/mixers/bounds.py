@@ -67,7 +67,7 @@ def _prefill_bytes(config: AttentionConfig, step: StepShape, tokens: int) -> int
     of: Any = jax.ShapeDtypeStruct
     x, op, rows = step.x, paged_prefill.OP, step.num_prompts
     if config.chunk is not None:
-        rows *= most_chunks(x.shape[0], config.chunk)
+        rows *= most_chunks(x.shape[0], config.chunk.size)
     head = config.head_dim
     page_dtype = config.page_dtype or x.dtype
     pool = of((1, 16, config.num_kv_heads, head), page_dtype)

@@ -1,6 +1,7 @@
-"""Attention within chunks of the context (Llama 4): a token sees those before it in its chunk.
+"""Attention within chunks of the context: a token sees those before it in its chunk (Llama 4), and
+those of some chunks before that (Rnj-1: of one).
 
-The tokens of a chunk are a sequence of their own: pages from the chunk's first on, and lengths that
+The tokens that a chunk sees are a sequence of their own: pages from the first on, and lengths that
 count from there. So every kernel of causal attention computes them, without a window. A row of a
 prompt whose tokens are in several chunks becomes one row for each of them.
 """
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.nn.context import Pages, StepContext
+from jaxinfer.nn.state import Chunk
 
 
 def most_chunks(num_tokens: int, chunk: int) -> int:
@@ -21,23 +23,24 @@ def most_chunks(num_tokens: int, chunk: int) -> int:
     return cdiv(num_tokens - 1, chunk) + 1
 
 
-def last_in_chunks(ctx: StepContext, chunk: int, page_size: int) -> StepContext:
-    """The context in which each row has the pages of its last token's chunk, up to that token."""
+def last_in_chunks(ctx: StepContext, chunk: Chunk, page_size: int) -> StepContext:
+    """The context in which each row has the pages that its last token sees, up to that token."""
     pages, ends = ctx.pages[0], _ends(ctx)
-    first = (ends - 1) // chunk * chunk
+    first = jnp.maximum((ends - 1) // chunk.size - chunk.back, 0) * chunk.size
     return replace(ctx, pages=(_from(pages, ends, first, ends - first, page_size),))
 
 
-def prompts_in_chunks(ctx: StepContext, chunk: int, page_size: int) -> StepContext:
+def prompts_in_chunks(ctx: StepContext, chunk: Chunk, page_size: int) -> StepContext:
     """The context with a row for each chunk of a prompt's tokens; decode rows are as they were."""
     assert ctx.rows is not None
     d, starts = ctx.num_decodes, ctx.rows.query_start_loc
     pages, begins = ctx.pages[0], ctx.rows.begins[d:, None]
-    number = most_chunks(len(ctx.positions) - d, chunk)
+    number = most_chunks(len(ctx.positions) - d, chunk.size)
     ends = _ends(ctx)[d:, None]
-    first = begins // chunk * chunk + chunk * jnp.arange(number, dtype=jnp.int32)  # [R, C]
-    last = jnp.minimum(first + chunk, ends)
-    tokens = jnp.maximum(last - jnp.maximum(first, begins), 0)
+    own = begins // chunk.size + jnp.arange(number, dtype=jnp.int32)  # [R, C]: chunks
+    last = jnp.minimum((own + 1) * chunk.size, ends)
+    tokens = jnp.maximum(last - jnp.maximum(own * chunk.size, begins), 0)
+    first = jnp.maximum(own - chunk.back, 0) * chunk.size
     lens = jnp.where(tokens > 0, last - first, 0).reshape(-1)
     rows = jnp.repeat(jnp.arange(d, len(pages.seq_lens), dtype=jnp.int32), number)
     own = Pages(pages.slot_mapping, pages.page_table[rows], pages.seq_lens[rows])

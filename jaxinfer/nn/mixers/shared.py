@@ -48,7 +48,7 @@ class SharedAttention(nn.Module):
         q, stream, _ = linear(stream, weight(self, "q"), ctx, norm=norm, bias=bias)
         q = q.reshape(-1, c.num_heads, c.head_dim)
         angles = ctx.angles[0] if ctx.angles else None
-        rotation = _Rotation(
+        rotation = Rotation(
             param(self, "q_norm") if c.qk_norm == "head" else None, norm.eps, angles
         )
         if ctx.rows is None:
@@ -56,11 +56,11 @@ class SharedAttention(nn.Module):
             out = dense_attention(q, k, v, ctx, c.scale, c.window)
             out = out if only is None else out[only]
         else:
-            out = _paged(q, rotation, state, ctx, c, only)
+            out = attend_to_pages(q, rotation, state, ctx, c, only)
         return *output(self, c, stream, out, ctx, only), state
 
 
-class _Rotation(NamedTuple):
+class Rotation(NamedTuple):
     """The norm and the rotation of queries before they attend."""
 
     norm: jax.Array | None  # [1, H]
@@ -74,15 +74,15 @@ class _Rotation(NamedTuple):
         return q if self.angles is None else rotate(q, *self.angles.take(tokens))
 
 
-def _paged(
+def attend_to_pages(
     q: jax.Array,  # [T, N, H]
-    rotation: _Rotation,
+    rotation: Rotation,
     state: LayerArrays,
     ctx: StepContext,
     config: AttentionConfig,
     only: jax.Array | None,  # int32[B]
 ) -> jax.Array:  # [T, N, H], or with only [B, N, H]
-    """Attention over the pages of the other layer; nothing is written."""
+    """Attention of queries that are not rotated over pages; nothing is written."""
     d = ctx.num_decodes
     if only is not None:
         return _single_tokens(q[only], rotation, only, state, ctx, config)
@@ -95,7 +95,7 @@ def _paged(
 
 def _single_tokens(
     q: jax.Array,  # [rows, N, H]
-    rotation: _Rotation,
+    rotation: Rotation,
     tokens: jax.Array | slice,  # of ``q`` in the step
     state: LayerArrays,
     ctx: StepContext,
