@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 from jaxinfer.core.errors import RequestError
+from jaxinfer.text.answers.call_parts import complete_arguments
 
 type Message = dict[str, Any]
 
@@ -61,18 +62,20 @@ def _check_results(messages: Sequence[Message]) -> None:
 
 
 def arguments_object(where: str, arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call as an object; raises ``RequestError`` if the text is not one."""
+    """The arguments of a call as an object. Of a text that a model has not written as JSON, those
+    before the mistake: the client cannot change what was said, and sends it with each further turn.
+    Raises ``RequestError`` for another JSON value than an object.
+    """
     if not isinstance(arguments, str):
         return arguments
     try:
         parsed = json.loads(arguments, parse_constant=_refuse_constant)
     except RecursionError:
         raise RequestError(f"{where} is nested too deeply; send flatter JSON.") from None
-    except ValueError as error:
-        raise RequestError(
-            f"{where} must be a JSON object as text, which the chat template reads, "
-            f"but is not JSON: {error}."
-        ) from None
+    except ValueError:
+        return complete_arguments(arguments)
+    if parsed is None:
+        return {}
     if not isinstance(parsed, dict):
         raise RequestError(f"{where} must be a JSON object as text, but is another JSON value.")
     return cast("dict[str, Any]", parsed)

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any, NamedTuple
+
+type Calls = tuple[tuple[str, dict[str, Any]], ...]  # names and arguments
 
 
 class Message(NamedTuple):
     """A message of a model."""
 
     content: str = ""
-    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+    calls: Calls = ()
     reasoning: str = ""
 
 
@@ -94,6 +97,41 @@ def qwen3_coder(message: Message) -> str:
 
     calls = [call(*one) for one in message.calls]
     return _think(message) + "\n".join(filter(None, [message.content, *calls]))
+
+
+def _in_lines(calls: Calls, begin: str, parameter: str, end: str) -> str:
+    """Calls in tags, each value between the tags of its parameter on one line."""
+
+    def value_of(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else _json(value)
+        return f"{parameter.format(key)}{text}</parameter>\n"
+
+    return "\n".join(
+        begin.format(name) + "".join(starmap(value_of, arguments.items())) + end
+        for name, arguments in calls
+    )
+
+
+def seed_oss(message: Message) -> str:
+    thoughts = f"<seed:think>{message.reasoning}</seed:think>\n" if message.reasoning else ""
+    begin, end = "<seed:tool_call>\n<function={}>\n", "</function>\n</seed:tool_call>"
+    calls = _in_lines(message.calls, begin, "<parameter={}>", end)
+    return thoughts + "\n".join(filter(None, [message.content, calls]))
+
+
+def step3(message: Message) -> str:
+    begin = '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">\n'
+    end = "</steptml:invoke><｜tool_call_end｜>"
+    calls = _in_lines(message.calls, begin, '<steptml:parameter name="{}">', end)
+    calls = calls.replace("</parameter>\n", "</steptml:parameter>\n")
+    section = f"<｜tool_calls_begin｜>\n{calls}\n<｜tool_calls_end｜>" if calls else ""
+    return _think(message) + "\n".join(filter(None, [message.content, section]))
+
+
+def minimax_m2(message: Message) -> str:
+    calls = _in_lines(message.calls, '<invoke name="{}">\n', '<parameter name="{}">', "</invoke>")
+    section = f"<minimax:tool_call>\n{calls}\n</minimax:tool_call>" if calls else ""
+    return _think(message) + "\n".join(filter(None, [message.content, section]))
 
 
 def llama3_json(message: Message) -> str:
@@ -177,7 +215,7 @@ WRITERS: dict[str, Callable[[Message], str]] = {
     writer.__name__: writer
     for writer in (
         *(hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, deepseek_v31, kimi_k2),
-        *(openai, gemma4, minimax, longcat),
+        *(openai, gemma4, minimax, longcat, seed_oss, minimax_m2, step3),
     )
 }
 # an end of a call in each format, which must not end a call when it is within an argument
@@ -186,6 +224,9 @@ END_MARKS = {
     "minimax": "a }\n</tool_calls> b",
     "longcat": "a }\n</longcat_tool_call> b",
     "qwen3_coder": "a </parameter> and </function>, <parameter=x> b",
+    "seed_oss": "a </parameter> and </function>, <parameter=x> b",
+    "minimax_m2": 'a </parameter> and </invoke>, <parameter name="x"> b',
+    "step3": "a </steptml:parameter> and </steptml:invoke><｜tool_call_end｜> b",
     "llama3_json": 'a "}; {"name" <|python_tag|> b',
     "mistral": 'a "}[TOOL_CALLS]clock[ARGS]{} b',
     "deepseek_v3": "a }\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜> b",

@@ -26,12 +26,14 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 @dataclass(frozen=True)
 class OneModel:
     """Engines of the tiny model ``name``, whose steps are compiled once. They run up to three
-    sequences of ``max_model_len`` tokens, and ``chunk`` tokens of prompts in a step.
+    sequences of ``max_model_len`` tokens, and ``chunk`` tokens of prompts in a step; with
+    ``extras`` penalties, logprobs and masks, too.
     """
 
     name: str
     chunk: int
     max_model_len: int
+    extras: bool = False
 
     @cached_property
     def compiled(self) -> tuple[Program, Executables]:
@@ -44,19 +46,26 @@ class OneModel:
             limits,
             buckets=(Bucket(3), Bucket(0, self.chunk, 3), Bucket(3, self.chunk, 3, scores=True)),
             groups=model.state.groups,
-            num_pages=(200,) * len(model.state.bytes_per_entry),
+            num_pages=(max(200, 3 * self.max_model_len // limits.page_size),)
+            * len(model.state.bytes_per_entry),
             num_snapshots=8 if model.state.bytes_per_slot else 0,
             align=model.state.align,
         )
         program = Program(model, limits)
-        return program, compiled_for(program, extras=False)
+        return program, compiled_for(program, extras=self.extras)
 
-    def engine(self, num_pages: tuple[int, ...] | None = None, *, overlap: bool = True) -> Engine:
+    def engine(
+        self,
+        num_pages: tuple[int, ...] | None = None,
+        *,
+        overlap: bool = True,
+        chat_template: str = "",
+    ) -> Engine:
         """A fresh engine, with so many pages in each pool."""
         program, compiled = self.compiled
         executor = Executor(program, compiled, tiny_model(self.name)[1], *init_state(program))
         limits = replace(program.limits, num_pages=num_pages or program.limits.num_pages)
-        return engine_of(executor, limits, overlap=overlap)
+        return engine_of(executor, limits, overlap=overlap, chat_template=chat_template)
 
     def check(self, served: Engine, prompts: list[list[int]], params: SamplingParams) -> list[int]:
         """The reused tokens of each prompt; the answers must be those of the dense form."""

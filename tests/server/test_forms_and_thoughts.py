@@ -130,6 +130,22 @@ def test_a_form_begins_after_the_thoughts(servers: dict[str, Server], name: str,
     assert joined(chunks, "reasoning").strip() == prompt.reasoning
 
 
+@pytest.mark.parametrize("fields", [{}, {"include_reasoning": False}, {"max_tokens": 9}], ids=str)
+def test_usage_counts_the_tokens_of_thoughts(servers: dict[str, Server], fields: Any) -> None:
+    """Thoughts with their marks, of all choices, as they arrive and at the end."""
+    server, device = servers["qwen3"]
+    device.speak("<think>\nSix.\n</think>\n\nSeven.")
+    thoughts = len("<think>\nSix.\n</think>\n\n")
+    body = {"messages": [{"role": "user", "content": "How many?"}], "n": 2, **fields}
+    usage = ask(server, CHATS, **body)["usage"]
+    count = 2 * min(thoughts, fields.get("max_tokens", thoughts))
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    *_, before, last = events(server.post(CHATS, stream=True, **body))
+    assert before["usage"] == last["usage"]
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 def test_a_model_that_would_say_something_else_is_held(
     servers: dict[str, Server], name: str

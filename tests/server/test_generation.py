@@ -182,6 +182,8 @@ def test_a_chat_with_calls_as_clients_send_it(server: Serving, route: str) -> No
         "<|tool|><|eos|><|assistant|>12<|eos|>"
         "<|user|>ok<|eos|><|assistant|>"
     )
-    error = server.post(route, **called('{"city": Paris}')).json()["error"]
+    broken = body(server.post(route, **called('{"city": "Paris", "day": Monday}')))
+    assert ids == (broken["tokens"] if route == "/tokenize" else broken["prompt_token_ids"])
+    error = server.post(route, **called('["Paris"]')).json()["error"]
     assert error["param"] == "messages[1].tool_calls[0].function.arguments"
-    assert error["code"] is None and "is not JSON" in error["message"]
+    assert error["code"] is None and "another JSON value" in error["message"]

@@ -304,6 +304,26 @@ def test_a_failure_in_a_stream_is_an_event(scripted: Scripted) -> None:
     assert caught.value.status_code == 408
 
 
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_call_that_is_no_json_is_part_of_the_next_turn(
+    scripted: Scripted, is_stored: bool
+) -> None:
+    """The model sees its arguments before the mistake, also where the client sends them."""
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    prompts: list[int] = []
+    for arguments in ('{"a": 1, "b": two}', '{"a": 1}'):
+        said = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        first = scripted.answer(said, tools=tools)
+        (call,) = first.output
+        assert call.arguments == arguments
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "no"}
+        fields = {"input": [result], "previous_response_id": first.id}
+        if not is_stored:
+            fields = {"input": [{"role": "user", "content": QUESTION}, call.to_dict(), result]}
+        prompts.append(scripted.answer("ok", tools=tools, **fields).usage.input_tokens)
+    assert prompts[0] == prompts[1]
+
+
 def test_a_response_that_the_server_ends(scripted: Scripted) -> None:
     """As after SIGTERM, and with ``mode=abort`` of the admin routes."""
     with scripted.device.held(after=20):
@@ -412,7 +432,7 @@ def test_a_long_conversation_is_truncated(scripted: Scripted) -> None:
             "input[0].call_id",
         ),
         (
-            {"input": [{"type": "function_call", "name": "a", "call_id": "b", "arguments": "no"}]},
+            {"input": [{"type": "function_call", "name": "a", "call_id": "b", "arguments": "[]"}]},
             "input[0].arguments",
         ),
         ({"input": [{"type": "function_call_output", "call_id": "b"}]}, "input[0].output"),

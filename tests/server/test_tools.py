@@ -171,7 +171,7 @@ def test_calls_and_results_are_sent_back(scripted: Scripted) -> None:
     prompt = bytes(token for token in tokens if token < 256).decode()
     assert '{"name": "weather", "arguments": {"city": "Paris", "days": 3}}' in prompt
     assert "<tool_response>\n12 degrees" in prompt and '"description"' not in prompt
-    messages[1]["tool_calls"][0]["function"]["arguments"] = "no JSON"
+    messages[1]["tool_calls"][0]["function"]["arguments"] = '["no object"]'
     answer = scripted.server.post(CHATS, messages=messages)
     assert answer.status_code == 400
     assert "messages[1].tool_calls[0].function.arguments" in answer.json()["error"]["message"]

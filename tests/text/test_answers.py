@@ -231,6 +231,7 @@ FOUND = {
     "qwen3": ("hermes", True),
     "qwen3-coder": ("qwen3_coder", False),
     "qwen3.5": ("qwen3_coder", True),
+    "seed-oss": ("seed_oss", True),
     "deepseek-v3.1": ("deepseek_v31", True),
     "deepseek-r1": ("deepseek_v3", True),
     "mistral-nemo": ("mistral", False),
@@ -252,11 +253,26 @@ def test_the_format_is_found_from_the_chat_template(name: str) -> None:
     [
         ('<tool_calls>\n{"name": <tool-name>, "arguments": <args-json-object>}', "minimax"),
         ('<longcat_tool_call>\n{"name": <name>, "arguments": <args>}', "longcat"),
+        ('<minimax:tool_call>\n<invoke name="tool-name-1">', "minimax_m2"),
+        (
+            "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke",
+            "step3",
+        ),
     ],
 )
 def test_the_format_is_found_from_a_part_of_a_published_template(source: str, name: str) -> None:
     found = answer_format(source)
     assert found is not None and found.name == name and not found.has_reasoning
+
+
+def test_the_thoughts_of_minimax_m3() -> None:
+    """Its template has other tags of thoughts; its calls are generic."""
+    source = "{{ '<mm:think>' }}{{ '</mm:think>' }}{% for tool in tools %}<tool_call>{% endfor %}"
+    for with_tools in (False, True):
+        found = answer_format(source, with_tools=with_tools)
+        assert found is not None and found.think_begin == "<mm:think>"
+        parser = AnswerParser(found.template, "")
+        assert texts_of(parser.feed("<mm:think>hm</mm:think>Hello"))[1] == "hm"
 
 
 @pytest.mark.parametrize("parser", [None, "mistral", "mistral_v11"])

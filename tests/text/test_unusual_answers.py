@@ -305,10 +305,17 @@ def test_text_that_can_be_no_call_is_not_held() -> None:
         ('{"a": "x', {}),
         ('{"a": "\\ud800"}', {}),
         ("{" * 5000, {}),
+        ('{"a": 1, "b": x, "c": 2}', {"a": 1}),
+        ('{"a": 1, "b": "the "c", d", "e": 2}', {"a": 1}),
+        ('{"a": 1, "b": [1,], "c": 2}', {"a": 1}),
+        ('{"a": 1,}', {"a": 1}),
+        ('{"a": 1}}', {"a": 1}),
+        ('{"a": , "b": 1}', {}),
+        ('{"a": "x\n\ty"}', {"a": "x\n\ty"}),
         ("", {}),
     ],
 )
-def test_the_arguments_of_a_call_that_is_cut_off(text: str, expected: dict[str, object]) -> None:
+def test_the_arguments_of_a_call_that_is_no_json(text: str, expected: dict[str, object]) -> None:
     assert complete_arguments(text) == expected
 
 

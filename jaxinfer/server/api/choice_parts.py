@@ -33,6 +33,8 @@ class ChoiceParts:
         self._parser = None if reading is None else reading.parser()
         self._request_id = request_id
         self._choice = choice
+        self.num_thought_tokens = 0  # of thoughts and their marks
+        self._num_unread = 0  # tokens whose text the parser has not returned yet
         self._num_calls = 0
         self._drops_call = False  # the open call is one too many
         self._has_cut_call = False  # without its end
@@ -45,13 +47,22 @@ class ChoiceParts:
 
     def read(self, delta: Delta) -> list[ChoicePart]:
         """The new parts. Without a reading there is one for each delta with tokens, as OpenAI's
-        stream has an event for it, even if its text is held back and therefore empty.
+        stream has an event for it, even if its text is held back and therefore empty. The tokens of
+        a delta all count as thoughts or none does, so those of several steps are read one by one.
         """
         if self._parser is None:
             return [Content(delta.text)] if delta.text or delta.token_ids else []
+        was_thinking = self._parser.in_reasoning
         parts = self._parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
             parts += self._parser.finish(is_cut=not _is_ended(delta))
+        self._num_unread += len(delta.token_ids)
+        has_others = not all(isinstance(part, Reasoning) for part in parts)
+        if self._parser.in_reasoning or ((was_thinking or parts) and not has_others):
+            self.num_thought_tokens += self._num_unread
+            self._num_unread = 0
+        elif has_others:
+            self._num_unread = 0
         return [numbered for part in parts for numbered in self._numbered(part)]
 
     def ends_with_calls(self, delta: Delta) -> bool:

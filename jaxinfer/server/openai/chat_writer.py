@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.requests.outputs import Delta
@@ -24,6 +25,7 @@ from jaxinfer.server.openai.responses import (
     ChatFinishReason,
     ChatLogprobs,
     ChatMessage,
+    CompletionTokensDetails,
     CustomCall,
     ToolCall,
     ToolCallDelta,
@@ -34,12 +36,11 @@ from jaxinfer.server.openai.writer import (
     EnvelopeWriter,
     ResponseContext,
     chat_logprobs,
-    in_order,
     merged_updates,
     usage_of,
 )
 from jaxinfer.text.answers.call_parts import CallArguments
-from jaxinfer.text.answers.parser import Content, Reasoning
+from jaxinfer.text.answers.parser import Content, Reasoning, joined_parts
 
 _FINISH: Mapping[FinishReason, ChatFinishReason] = MappingProxyType(
     {reason: ChatFinishReason(reason.value) for reason in FinishReason}
@@ -57,28 +58,50 @@ class ChatWriter(EnvelopeWriter[ChatCompletionRequest]):
     ) -> None:
         super().__init__(context, request, prompts)
         self._choices: dict[int, _ChoiceReader] = {}
+        reading = context.reading
+        self._counts_thoughts = reading is not None and reading.format.has_reasoning
 
     def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> ChatCompletion:
         return ChatCompletion(
             **self._head,
-            choices=[self._choice(update) for update in in_order(updates)],
-            usage=usage_of(answer),
+            choices=[
+                self._choice(update, parts)
+                for update, parts in sorted(self._read(updates), key=lambda one: one[0].choice)
+            ],
+            usage=self._usage(answer),
             prompt_logprobs=self._prompt_logprobs_of(updates),
             prompt_token_ids=self._listed(self._prompts[0].token_ids),
         )
 
     def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
+        read = self._read(updates)
         usage = self._running_usage(answer)
         envelope = self._envelope_with(usage)
         sent: list[bytes] = []
-        for update in merged_updates(updates):
+        for update, parts in read:
             delta = update.delta
             if update.choice not in self._begun:
                 sent.append(self._opening(update.choice, usage))
-            sent += map(envelope.around, self._new_parts(update.choice, delta))
+            sent += map(envelope.around, self._new_parts(update.choice, delta, parts))
             if delta.finish_reason is not None:
                 sent.append(envelope.around(self._ending(update.choice, delta)))
         return b"".join(sent)
+
+    def _usage(self, answer: Answer) -> Usage:
+        usage = usage_of(answer)
+        if not self._counts_thoughts:
+            return usage
+        count = sum(reader.num_thought_tokens for reader in self._choices.values())
+        details = CompletionTokensDetails(reasoning_tokens=count)
+        return replace(usage, completion_tokens_details=details)
+
+    def _read(self, updates: Sequence[ChoiceUpdate]) -> list[tuple[ChoiceUpdate, list[ChoicePart]]]:
+        """One update for each choice, and the parts that its text adds."""
+        merged, found = merged_updates(updates), dict[int, list[ChoicePart]]()
+        for update in updates if self._counts_thoughts else merged:
+            parts = self._reader(update.choice).read(update.delta)
+            found.setdefault(update.choice, []).extend(parts)
+        return [(update, joined_parts(found[update.choice])) for update in merged]
 
     def _reader(self, choice: int) -> _ChoiceReader:
         if choice not in self._choices:
@@ -93,9 +116,11 @@ class ChatWriter(EnvelopeWriter[ChatCompletionRequest]):
         envelope = self._envelope_with(usage, prompt_token_ids=token_ids)
         return envelope.around(ChatChunkChoice(index=choice, delta=says))
 
-    def _new_parts(self, choice: int, delta: Delta) -> list[ChatChunkChoice]:
+    def _new_parts(
+        self, choice: int, delta: Delta, read: Sequence[ChoicePart]
+    ) -> list[ChatChunkChoice]:
         """The events of new text: one for each part; the first has the data of the tokens."""
-        parts = self._reader(choice).deltas(delta)
+        parts = self._reader(choice).deltas(read)
         shows_tokens = bool(delta.token_ids) and (
             self._request.logprobs
             or self._request.return_token_ids
@@ -121,12 +146,12 @@ class ChatWriter(EnvelopeWriter[ChatCompletionRequest]):
             stop_reason=delta.stop_reason,
         )
 
-    def _choice(self, update: ChoiceUpdate) -> ChatChoice:
+    def _choice(self, update: ChoiceUpdate, parts: Sequence[ChoicePart]) -> ChatChoice:
         delta, reader = update.delta, self._reader(update.choice)
         assert delta.finish_reason is not None, "the answer has ended"
         return ChatChoice(
             index=update.choice,
-            message=reader.message(delta, self._echo()),
+            message=reader.message(delta, parts, self._echo()),
             logprobs=self._logprobs(delta),
             finish_reason=reader.finish_reason(delta),
             stop_reason=delta.stop_reason,
@@ -156,11 +181,15 @@ class _ChoiceReader:
         self._is_named = request.chosen_tools.is_named
         self._call: NumberedCall | None = None  # the last one
 
-    def message(self, delta: Delta, before: str) -> ChatMessage:
+    @property
+    def num_thought_tokens(self) -> int:
+        """Tokens of thoughts and their marks so far."""
+        return self._parts.num_thought_tokens
+
+    def message(self, delta: Delta, parts: Sequence[ChoicePart], before: str) -> ChatMessage:
         """The whole message; ``before`` is the text that it continues. Its content is null where
         the model wrote something, perhaps a call without its name, but no text for the user.
         """
-        parts = self._shown(delta)
         content = before + "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) or UNSET
         calls = _whole_calls(parts)
@@ -172,10 +201,10 @@ class _ChoiceReader:
             tool_calls=calls or UNSET,
         )
 
-    def deltas(self, delta: Delta) -> list[ChatDelta]:
+    def deltas(self, parts: Sequence[ChoicePart]) -> list[ChatDelta]:
         """The new parts of the message."""
         found: list[ChatDelta] = []
-        for part in self._shown(delta):
+        for part in parts:
             if isinstance(part, Content):
                 found.append(ChatDelta(content=part.text))
             elif isinstance(part, Reasoning):
@@ -201,7 +230,8 @@ class _ChoiceReader:
             return ChatFinishReason.TOOL_CALLS
         return _FINISH[delta.finish_reason]
 
-    def _shown(self, delta: Delta) -> list[ChoicePart]:
+    def read(self, delta: Delta) -> list[ChoicePart]:
+        """The new parts that the request shows."""
         parts = self._parts.read(delta)
         if self._shows_reasoning:
             return parts

@@ -28,6 +28,12 @@ class PromptTokensDetails(AnswerStruct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(AnswerStruct, frozen=True, kw_only=True):
+    """How many of the generated tokens are thoughts."""
+
+    reasoning_tokens: int
+
+
 class Usage(AnswerStruct, frozen=True, kw_only=True):
     """Tokens of one request, over all of its prompts and completions."""
 
@@ -35,6 +41,7 @@ class Usage(AnswerStruct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TappedActivations(AnswerStruct, frozen=True, kw_only=True):

@@ -112,15 +112,13 @@ def _answer_message(messages: list[Message], field: str) -> Message:
 
 def _call(item: Item) -> dict[str, Any]:
     """A call in the form of a chat, which knows functions only. Of arguments that the model has
-    not ended, or not written as JSON, those before the mistake are left.
+    not ended those before the end are left.
     """
     if _kind(item) == "custom_tool_call":
         arguments = custom_arguments(item["input"])
     else:
         arguments = item.get("arguments") or "{}"
-        try:
-            arguments_object("arguments", arguments)
-        except RequestError:  # the server's own, or incomplete; others have been refused
+        if item.get("status") == "incomplete":
             arguments = complete_arguments(arguments)
     function = {"name": joined_name(item["name"], item.get("namespace")), "arguments": arguments}
     return {"id": item["call_id"], "type": "function", "function": function}

@@ -83,7 +83,6 @@ class ResponseWriter(Writer[ChatCompletionRequest]):
         # tokens whose text the parser has not returned yet
         self._unread_ids: list[int] = []
         self._unread_logprobs: list[PositionLogprobs] = []
-        self._num_thought_tokens = 0
 
     @property
     def response(self) -> ResponseObject:
@@ -161,14 +160,12 @@ class ResponseWriter(Writer[ChatCompletionRequest]):
     def _add(self, delta: Delta) -> None:
         self._unread_ids += delta.token_ids
         self._unread_logprobs += delta.logprobs
-        was_thinking = self._parts.in_reasoning
+        num_thought_tokens = self._parts.num_thought_tokens
         parts = self._parts.read(delta)
-        has_thoughts = was_thinking or any(isinstance(part, Reasoning) for part in parts)
-        has_others = any(not isinstance(part, Reasoning) for part in parts)
         logprobs: list[TokenLogprob] = []
-        if self._parts.in_reasoning or (has_thoughts and not has_others):
-            self._num_thought_tokens += len(self._take_tokens()[0])
-        elif has_others:
+        if self._parts.num_thought_tokens > num_thought_tokens:
+            self._take_tokens()
+        elif any(not isinstance(part, Reasoning) for part in parts):
             logprobs = self._logprobs(*self._take_tokens())
         for part in parts:
             if isinstance(part, NumberedCall):
@@ -217,7 +214,9 @@ class ResponseWriter(Writer[ChatCompletionRequest]):
                 cached_tokens=answer.reported_cached_tokens or 0  # OpenAI's clients require it
             ),
             output_tokens=answer.num_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=self._num_thought_tokens),
+            output_tokens_details=OutputTokensDetails(
+                reasoning_tokens=self._parts.num_thought_tokens
+            ),
             total_tokens=answer.num_prompt_tokens + answer.num_tokens,
         )
 

@@ -89,23 +89,34 @@ def argument_text(value: Any) -> str:
 
 
 def complete_arguments(text: str) -> dict[str, Any]:
-    """The arguments that the text of a call has; of one that is cut off, those before the last."""
-    source, last = Source(text, 1), 1
-    source.end(is_cut=True)
-    while True:
-        nesting = Nesting(JSON_STRINGS, in_list=True)
-        end = nesting.follow(source)
-        if not nesting.is_over:
-            break
-        last, source.at = end, end + 1
-    for tried in (text, text[:last] + "}"):
+    """The arguments that the text of a call has; of one that is cut off, or no JSON, those before
+    the mistake. Newlines in strings, which JSON does not have, are no mistake.
+    """
+    mistake = len(text)
+    for whole in (True, False):
         try:
-            value = strict_json(tried)
+            tried = text if whole else text[: _last_argument(text, mistake)] + "}"
+            value = strict_json(tried, raw_controls=True)
+        except json.JSONDecodeError as error:
+            mistake = error.pos
+            continue
         except ValueError:
             continue
         if isinstance(value, dict) and _has_bytes(json.dumps(value, ensure_ascii=False)):
             return cast("dict[str, Any]", value)
     return {}
+
+
+def _last_argument(text: str, mistake: int) -> int:
+    """Where the last argument before a position of the text ends."""
+    source, last = Source(text, 1), 1
+    source.end(is_cut=True)
+    while True:
+        nesting = Nesting(JSON_STRINGS, in_list=True)
+        end = nesting.follow(source)
+        if not nesting.is_over or end >= mistake:
+            return last
+        last, source.at = end, end + 1
 
 
 def _has_bytes(text: str) -> bool:

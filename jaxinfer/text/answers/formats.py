@@ -29,6 +29,9 @@ FORMATS = (
         "deepseek_v31",
         "mistral_v11",
         "mistral",
+        "seed_oss",
+        "minimax_m2",
+        "step3",
         "qwen3_coder",
         "glm45",
         "longcat",
@@ -37,7 +40,7 @@ FORMATS = (
         "llama3_json",
         "pythonic",
     ),
-    "think",
+    *("minimax_m3", "think"),
 )
 _NAMES = (*FORMATS, GENERIC)
 _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
@@ -45,7 +48,7 @@ _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
         **{"qwen3_xml": "qwen3_coder", "qwen": "hermes", "qwen3": "hermes", "qwen25": "hermes"},
         **{"llama4_pythonic": "pythonic", "gpt_oss": "openai", "harmony": "openai"},
         **{"llama4_json": "llama3_json", "llama3": "llama3_json", "glm47": "glm45"},
-        **{"minimax_m1": "minimax"},
+        **{"minimax_m1": "minimax", "minimax_m3": GENERIC},
     }
 )
 _REASONING_ALIASES: Mapping[str, str] = MappingProxyType(
@@ -62,6 +65,7 @@ _START = (
     r"<\|im_start\|>assistant\n|<｜Assistant｜>|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
     r"|<\|header_start\|>assistant<\|header_end\|>\n\n|\[/INST\]|<\|im_assistant\|>assistant"
     r"<\|im_middle\|>|<\|?turn>model\n|<start_of_turn>model\n|<\|assistant\|>\n?|<\|start\|>assistant"
+    r"|<seed:bos>assistant\n|\]~b\]ai\n"
 )
 
 

@@ -5,7 +5,7 @@ It knows nothing of an API's JSON. However a text is divided, the same parts are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import regex
@@ -41,7 +41,7 @@ class Content(NamedTuple):
 
 
 type Part = Reasoning | Content | CallPart
-
+_TEXTS = (Content, Reasoning, CallArguments)
 
 type _Kind = Literal["open", "again", "close", "hidden"]
 
@@ -131,7 +131,7 @@ class AnswerParser:
     def feed(self, text: str) -> list[Part]:
         """The parts that are complete with this further text; neighbouring texts are joined."""
         pieces = [text[at : at + MAX_PIECE] for at in range(0, len(text), MAX_PIECE)]
-        return _joined([part for piece in pieces for part in self._fed(piece)])
+        return joined_parts([part for piece in pieces for part in self._fed(piece)])
 
     def _fed(self, text: str) -> list[Part]:
         if self._skips_space:
@@ -165,7 +165,7 @@ class AnswerParser:
         without its closing mark is not whole.
         """
         begun, self._begun = self._begun, []
-        return _joined([*begun, *self._parts(at_end=True, is_cut=is_cut)])
+        return joined_parts([*begun, *self._parts(at_end=True, is_cut=is_cut)])
 
     def _parts(self, *, at_end: bool, is_cut: bool = False) -> Iterator[Part]:
         while True:
@@ -381,17 +381,13 @@ def _after_space(text: str, start: int) -> int:
     return len(text) if found is None else found.start()
 
 
-def _joined(parts: Iterator[Part] | Sequence[Part]) -> list[Part]:
+def joined_parts[P](parts: Iterable[P]) -> list[P]:
     """The parts with neighbouring texts of one kind as one."""
-    joined: list[Part] = []
+    joined: list[P] = []
     for part in parts:
         last = joined[-1] if joined else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            joined[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
-            joined[-1] = CallArguments(last.text + part.text)
+        if isinstance(part, _TEXTS) and isinstance(last, _TEXTS) and isinstance(last, type(part)):
+            joined[-1] = part._replace(text=last.text + part.text)
         else:
             joined.append(part)
     return joined

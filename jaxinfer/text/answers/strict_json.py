@@ -8,10 +8,12 @@ from typing import Any, NoReturn
 import regex
 
 
-def strict_json(text: str) -> Any:
-    """The value of JSON text; raises ``ValueError``, also for NaN and too deep nesting."""
+def strict_json(text: str, *, raw_controls: bool = False) -> Any:
+    """The value of JSON text; raises ``ValueError``, also for NaN and too deep nesting.
+    ``raw_controls``: strings may have control characters, such as newlines, that are not escaped.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, strict=not raw_controls)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
