@@ -234,6 +234,10 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return packed(model.state_dict(), model.config)
     if name == "minimax_m3_text":
         return published_names(model.state_dict())
+    if name.startswith("cosmos3_edge"):
+        names = {".mlp.fc1.": ".mlp.up_proj.", ".mlp.fc2.": ".mlp.down_proj."}
+        found = {k: t for k, t in model.state_dict().items() if ".visual." not in k}
+        return {re.sub(r"\.mlp\.fc[12]\.", lambda m: names[m[0]], k): t for k, t in found.items()}
     if name.startswith("hy_v4"):
         return names_of_hy_v4(model.state_dict())
     if name.startswith("deepseek_v4"):

@@ -107,6 +107,8 @@ def test_logits_equal_the_reference(case: str) -> None:
         ("step3", "moe_layers_enum", "one"),
         ("param2moe", "score_function", "softmax"),
         ("rnj1", "hidden_activation", "silu"),
+        ("nemotron_h_puzzle", "n_shared_experts", 2),
+        ("nemotron_h_puzzle", "n_shared_experts", 0),
         ("rnj1", "layer_types", ["sliding_attention"] * 3),
         ("rnj1", "layer_types", None),
         ("rnj1", "rope_parameters", {"full_attention": {"rope_type": "default"}}),
