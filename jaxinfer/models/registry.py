@@ -223,6 +223,7 @@ _MODULES = (
     ("Plamo3ForCausalLM", "jaxinfer.models.plamo3"),
     ("Param2MoEForCausalLM", "jaxinfer.models.param2moe"),
     ("SolarForCausalLM", "jaxinfer.models.solar"),
+    ("DoryForCausalLM", "jaxinfer.models.dory"),
     ("Step3TextForCausalLM", "jaxinfer.models.step3"),
     ("Step3VLForConditionalGeneration", "jaxinfer.models.step3"),
 )

@@ -1646,6 +1646,17 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "moe_layers_enum": "1,2",
         },
+        "dory": {
+            **_WITHOUT_EPS,
+            "architectures": ["DoryForCausalLM"],
+            "num_hidden_layers": 8,
+            "n_input_layers": 2,
+            "n_output_layers": 2,
+            "head_dim": 8,
+            "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+            "sliding_window": 7,
+            "initializer_range": 0.5,
+        },
         "solar": {
             **_DECODER,
             "architectures": ["SolarForCausalLM"],
