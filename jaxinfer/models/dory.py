@@ -101,7 +101,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 
 
 def _of_pairs(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with pairs of attention and network as layers, as published ones have them apart."""
+    """The config with a layer for each pair of attention and network, which files have apart."""
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or _NETWORK not in kinds:
         return config
@@ -110,7 +110,7 @@ def _of_pairs(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if {*kinds[1::2]} != {_NETWORK} or any(hf.positive_int(config, key) % 2 for key in counts):
         raise ConfigError(
             f"config key 'layer_types' must have {_NETWORK!r} for every second block, and "
-            f"{', '.join(_COUNTS)} must count pairs of blocks, got {short(kinds)} and {short(counts)}"
+            f"{', '.join(_COUNTS)} must be even, got {short(kinds)} and {short(counts)}"
         )
     halves = {key: value // 2 for key, value in counts.items()}
     return hf.with_values(config, {**halves, "layer_types": kinds[::2]})

@@ -309,13 +309,13 @@ class DecoderSpec:
 
     ``embed_scale`` multiplies embeddings, ``num_positions`` is the length of the table of learned
     positions, whose row ``first_position`` is the first token's; ``sinusoids`` are a table without
-    parameters. With ``embed_norm`` embeddings have a norm ("plain": without weights); with
-    ``embed_width`` they have so many elements, and are projected. ``dtype`` is that of weights and
+    parameters. With ``embed_norm`` embeddings have a norm ("plain": without weights), with
+    ``embed_width`` that many elements, then projected. ``dtype`` is that of weights and
     activations, ``norm_dtype`` that of norms (None: ``dtype``). Norms after blocks and the final
     one may have other epsilons. With ``head_activation`` a matrix, this activation and a norm
-    precede the head. Logits x, times a parameter and ``head_scale``, with a bias (``head_bias``)
-    and times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c. Those of ``never``, ranges
-    of tokens, are the least.
+    precede the head. Logits x, times a parameter and ``head_scale``, plus a bias (``head_bias``),
+    times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c. Those of ``never``, ranges of
+    tokens, are the least.
     """
 
     vocab_size: int

@@ -67,7 +67,8 @@ class Towards(nn.Module):
 
         def add(x: jax.Array, delta: Any) -> Stream:
             made = unit(Stream(jnp.zeros_like(x), delta).total()).astype(jnp.float32)
-            moved = x + rate * (made - x.astype(jnp.float32))
+            wide = x.astype(jnp.float32)
+            moved = wide + rate * (made - wide)
             return Stream(jnp.concatenate((moved.astype(x.dtype), kept), axis=1))
 
         return Stream(unit(x)), add

@@ -1,4 +1,4 @@
-"""Specs of a normalised transformer (nGPT, Loshchilov et al. 2024, arXiv:2410.01131), as Dory has it.
+"""Specs of a normalised transformer (nGPT, Loshchilov et al. 2024, arXiv:2410.01131) as Dory is.
 
 Vectors have length 1 in place of a mean square of 1. The modules are in ``nn.ngpt``,
 ``nn.mixers.ngpt`` and ``nn.ffn.ngpt``. ``factor`` is what a stored parameter is multiplied by.
@@ -77,8 +77,9 @@ class NGPTAttentionConfig(AttentionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class NGPTFeedForwardConfig(FeedForwardConfig):
-    """A gated network of SiLU whose gates and ups are multiplied by parameters times ``factor``, and
-    whose hidden values, on all devices ``whole`` of them, become a unit vector.
+    """A gated network of SiLU whose gates and ups are multiplied by parameters times ``factor``.
+
+    The hidden values, on all devices ``whole`` of them, become a unit vector.
     """
 
     is_invariant: ClassVar[bool] = False

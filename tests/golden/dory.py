@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import Any
 
-T = TypeVar("T")
 _BLOCKS = {"self_attn": (0, "mixer"), "mlp": (1, "mixer")}
 _BLOCKS |= {"lambda_1": (0, "attn_alpha"), "lambda_2": (1, "mlp_alpha")}
 
 
-def published_names(tensors: dict[str, T]) -> dict[str, T]:
+def published_names(tensors: dict[str, Any]) -> dict[str, Any]:
     """Each block is a layer of the file."""
 
     def own(match: re.Match[str]) -> str:
