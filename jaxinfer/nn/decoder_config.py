@@ -308,14 +308,13 @@ class DecoderSpec:
     """A decoder; ``lengths`` are an engine's default context length and the longest one.
 
     ``embed_scale`` multiplies embeddings, ``num_positions`` is the length of the table of learned
-    positions, whose row ``first_position`` is the first token's; ``sinusoids`` are a table without
-    parameters. With ``embed_norm`` embeddings have a norm ("plain": without weights), with
-    ``embed_width`` that many elements, then projected. ``dtype`` is that of weights and
-    activations, ``norm_dtype`` that of norms (None: ``dtype``). Norms after blocks and the final
-    one may have other epsilons. With ``head_activation`` a matrix, this activation and a norm
-    precede the head. Logits x, times a parameter and ``head_scale``, plus a bias (``head_bias``),
-    times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c. Those of ``never``, ranges of
-    tokens, are the least.
+    positions, from row ``first_position`` on; ``sinusoids`` are a table without parameters. With
+    ``embed_norm`` embeddings have a norm ("plain": without weights), with ``embed_width`` that many
+    elements, then projected. ``dtype`` is that of weights and activations, ``norm_dtype`` that of
+    norms (None: ``dtype``). Norms after blocks and the last may have other epsilons. With
+    ``head_activation`` a matrix, this activation and a norm precede the head. Logits x, times a
+    parameter and ``head_scale``, plus a bias (``head_bias``), times ``logit_scale``, become c
+    tanh(x / c) with ``logit_cap`` c. Those of ``never``, ranges of tokens, are the least.
     """
 
     vocab_size: int

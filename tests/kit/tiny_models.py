@@ -1748,6 +1748,7 @@ LIKE_OTHERS = (
     "solar",  # llama's layers, with copies of the stream
     *("mistral_large3", "nemotron_h_puzzle", "longcat_flash_ngram"),
     "iquest_loop",  # llama's layers twice
+    "dory",  # llama's attention after operations of XLA, layers twice
     "rnj1",  # gemma3's layers, with llama4's chunks
 )
 OF_EACH_KIND = (
