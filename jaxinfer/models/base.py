@@ -42,7 +42,7 @@ class ModelFamily:
     ``ignored_tensors`` are regular expressions of checkpoint tensors that are not needed (buffers,
     an lm_head tied to the embedding). ``optional_prefix`` is a prefix of all tensor names in some
     checkpoints of the family, or several. ``other_names`` are regular expressions of names that
-    some checkpoints have in place of those of the specs, and what they stand for, as in ``re.sub``. ``calls`` are
+    some checkpoints have in place of those of the specs, and what they stand for. ``calls`` are
     executables beside the step that only this family has: records ``exec.calls.call.Call``, whose
     functions are those of modules, as another process may compile them. With ``stacked_experts``
     some checkpoints have a layer's experts in two tensors, which ``weights.stacked_experts``
