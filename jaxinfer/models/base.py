@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -53,7 +54,7 @@ class ModelFamily:
     param_specs: Callable[[DecoderSpec], tuple[ParamSpec, ...]]
     ignored_tensors: tuple[str, ...] = ()
     optional_prefix: str | tuple[str, ...] = ""
-    other_names: tuple[tuple[str, str], ...] = ()
+    other_names: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = ()
     calls: tuple[Any, ...] = ()
     stacked_experts: bool = False
 
@@ -154,7 +155,7 @@ class Model:
         for i, layer in enumerate(self.own_config.layers):
             if layer.is_empty:
                 continue
-            own = self.own_params[f"layers_{i}"]
+            own = self.own_params.get(f"layers_{i}", {})  # none, if all are borrowed
             if layer.weights_of is not None:
                 own = {**self.own_params[f"layers_{layer.weights_of}"], **own}
             leaves, structure = jax.tree.flatten(own)

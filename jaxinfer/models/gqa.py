@@ -203,6 +203,9 @@ def outer_specs(
         head = Source(f"{names.head}.weight", (v, e))
         array = ArraySpec((e, v), (None, "vocab"))
         specs.append(ParamSpec("lm_head", array, (head,), join_outputs, matrix="out_in"))
+    if config.head_scale is not None:
+        scale = (Source(f"{names.head}.logit_scale", (v,)),)
+        specs.append(ParamSpec("lm_head_scale", ArraySpec((v,), ("vocab",)), scale, as_is))
     if config.head_bias:
         bias = (Source(f"{names.head}.bias", (v,)),)
         specs.append(ParamSpec("lm_head_bias", ArraySpec((v,), ("vocab",)), bias, as_is))

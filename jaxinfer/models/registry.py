@@ -17,6 +17,9 @@ from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_SIZE
 from jaxinfer.models.hf_keys import WITHOUT_HEAD, KeysRead, refuse_unread
 from jaxinfer.models.wrappers import (
+    COSMOS,
+    COSMOS_NAMES,
+    COSMOS_OTHERS,
     OF_OTHER_KINDS,
     OTHER_LAYERS,
     PREFIXES,
@@ -220,6 +223,7 @@ _MODULES = (
     ("Plamo3ForCausalLM", "jaxinfer.models.plamo3"),
     ("Param2MoEForCausalLM", "jaxinfer.models.param2moe"),
     ("SolarForCausalLM", "jaxinfer.models.solar"),
+    ("DoryForCausalLM", "jaxinfer.models.dory"),
     ("Step3TextForCausalLM", "jaxinfer.models.step3"),
     ("Step3VLForConditionalGeneration", "jaxinfer.models.step3"),
 )
@@ -246,11 +250,13 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
         raise
     if not any(name in WRAPPERS for name in _names(hf_config)):
         return family
+    is_cosmos = any(name in COSMOS for name in _names(hf_config))
+    others, names = ((COSMOS_OTHERS,), COSMOS_NAMES) if is_cosmos else ((), ())
     return replace(
         family,
-        ignored_tensors=(*family.ignored_tensors, OF_OTHER_KINDS),
+        ignored_tensors=(*family.ignored_tensors, OF_OTHER_KINDS, *others),
         optional_prefix=PREFIXES,
-        other_names=(*family.other_names, *OTHER_LAYERS),
+        other_names=(*family.other_names, *OTHER_LAYERS, *names),
         stacked_experts=family.stacked_experts or hf_config.get("model_type") in WITH_STACKS,
     )
 

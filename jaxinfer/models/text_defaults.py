@@ -21,10 +21,12 @@ _LAYER_NORMS = ("cohere", "cohere2", "cohere_compass_text", "persimmon", "phi", 
 # epsilon. None: the value is derived from others, or the family has the same default.
 _ROWS: Mapping[str, tuple[int | float | None, ...]] = MappingProxyType(
     {
+        "apertus1p5_text": (266752, 4096, 14336, 32, 32, None, None, 65536, 1e-05),
         "aria_text": (32000, 4096, 4096, 32, 32, None, None, 2048, 1e-06),
         "cohere": (256000, 8192, 22528, 40, 64, None, None, 8192, 1e-05),
         "cohere2": (256000, 8192, 22528, 40, 64, None, None, 8192, 1e-05),
         "cohere_compass_text": (256000, 8192, 22528, 40, 64, None, None, 8192, 1e-05),
+        "cosmos3_edge_text": (131072, 2048, 9216, 28, 16, 8, 128, 131072, 1e-05),
         "deepseek_v2": (102400, 4096, 11008, 32, 32, None, None, 2048, 1e-06),
         "deepseek_v3": (129280, 7168, 18432, 61, 128, 128, None, 4096, 1e-06),
         "emu3_text_model": (184622, 4096, 14336, 32, 32, 8, None, 9216, 1e-05),
@@ -74,6 +76,9 @@ _ROWS: Mapping[str, tuple[int | float | None, ...]] = MappingProxyType(
         "stablelm": (50304, 2560, 6912, 32, 32, 32, None, 4096, 1e-05),
     }
 )
+_MORE: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # in a family of another default
+    {"cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e8}}}
+)
 
 
 def text_defaults(model_type: Any) -> dict[str, Any]:
@@ -82,4 +87,5 @@ def text_defaults(model_type: Any) -> dict[str, Any]:
     if row is None:
         return {}
     keys = (*_KEYS, _OF_LAYERS if model_type in _LAYER_NORMS else _OF_RMS)
-    return {key: value for key, value in zip(keys, row, strict=True) if value is not None}
+    found = {key: value for key, value in zip(keys, row, strict=True) if value is not None}
+    return {**found, **_MORE.get(model_type, {})}

@@ -16,11 +16,15 @@ from jaxinfer.models.hf_keys import QUANTIZATION_KEYS
 from jaxinfer.models.text_defaults import text_defaults
 
 WRAPPERS = (
+    "Apertus1p5ForConditionalGeneration",
     "AriaForConditionalGeneration",
+    "AudioFlamingo3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
     "Blip2ForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
     "CohereCompassForConditionalGeneration",
+    "Cosmos3EdgeForConditionalGeneration",
+    "Cosmos3OmniForConditionalGeneration",
     "DeepseekVLForConditionalGeneration",
     "DeepseekVLHybridForConditionalGeneration",
     "Emu3ForConditionalGeneration",
@@ -65,6 +69,7 @@ WRAPPERS = (
     "Mistral3ForConditionalGeneration",
     "MllamaForConditionalGeneration",
     "MossTranscribeDiarizeForConditionalGeneration",
+    "MusicFlamingoForConditionalGeneration",
     "NemotronH_Omni_Reasoning_V3",
     "Ovis2ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
@@ -89,10 +94,12 @@ WRAPPERS = (
     "VoxtralForConditionalGeneration",
 )
 TEXT_MODELS = (
+    ("apertus1p5_text", "Apertus1p5TextForCausalLM"),
     ("aria_text", "AriaTextForCausalLM"),
     ("cohere", "CohereForCausalLM"),
     ("cohere2", "Cohere2ForCausalLM"),
     ("cohere_compass_text", "CohereCompassForCausalLM"),
+    ("cosmos3_edge_text", "ArceeForCausalLM"),
     ("deepseek_v2", "DeepseekV2ForCausalLM"),
     ("deepseek_v3", "DeepseekV3ForCausalLM"),
     ("emu3_text_model", "Emu3ForCausalLM"),
@@ -172,6 +179,19 @@ OF_OTHER_KINDS = (
     r"|audio_adaptor|vit|\w+_projectors|talker|token2wav|code2wav)\..*)"
 )
 
+# Published names of Cosmos 3's decoder, and its tensors of other kinds: the encoder of images, and
+# what makes images, sound and actions, which transformers does not read either.
+COSMOS = ("Cosmos3EdgeForConditionalGeneration", "Cosmos3OmniForConditionalGeneration")
+COSMOS_NAMES = (
+    (r"\.self_attn\.to_([qkv])\.", r".self_attn.\1_proj."),
+    (r"\.self_attn\.to_out\.", ".self_attn.o_proj."),
+    (r"\.self_attn\.norm_([qk])\.", r".self_attn.\1_norm."),
+)
+COSMOS_OTHERS = (
+    r"(blocks|patch_embed|pos_embed|deepstack_merger_list)\..*|.*moe_gen.*"
+    r"|.*\.self_attn\.(add_[qkv]_proj|to_add_out|norm_added_[qk]|k_norm_und_for_gen)\..*"
+    r"|((action_|audio_)?proj_(in|out)|time_embedder)\..*|(action|audio)_modality_embed"
+)
 # Models of text and images that are named in a family's own lines: its text decoder is read.
 WITH_IMAGES = (
     "DeepseekOcr2ForConditionalGeneration",

@@ -12,6 +12,7 @@ as [in, out], and GEMMs are ``x @ w``. Parameters, whose shapes are those of ``m
       unless tied               plain layer norms are not here
     lm_head_bias [V]                rope_alpha float32[H / 2]
       with a head bias                with a learned rope
+    lm_head_scale [V], times ``head_scale`` the factors of logits
     embed_norm [D], [2, D]          project_in [E, D], project_out [D, E]
       with a norm of embeddings       with embeddings, and a head, of another width E
 """
@@ -314,7 +315,7 @@ class Decoder(nn.Module):
         if of is None:
             return layer
         weights = self.variables["params"]
-        own = {"params": {**weights[f"layers_{of}"], **weights[f"layers_{i}"]}}
+        own = {"params": {**weights[f"layers_{of}"], **weights.get(f"layers_{i}", {})}}
         c = self.spec
         return partial(type(layer)(c.layers[i], c.norms, c.residual, parent=None).apply, own)
 
@@ -353,6 +354,8 @@ class Decoder(nn.Module):
         logits = head.matmul(hidden, Matmul(pins, wide=True))
         if self.spec.head_bias:
             logits = logits + param(self, "lm_head_bias").astype(logits.dtype)
+        if (factor := self.spec.head_scale) is not None:
+            logits = logits * (param(self, "lm_head_scale").astype(logits.dtype) * factor)
         if (scale := self.spec.logit_scale) is not None:
             logits = logits * scale
         if (cap := self.spec.logit_cap) is not None:

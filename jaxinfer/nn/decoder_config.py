@@ -308,14 +308,13 @@ class DecoderSpec:
     """A decoder; ``lengths`` are an engine's default context length and the longest one.
 
     ``embed_scale`` multiplies embeddings, ``num_positions`` is the length of the table of learned
-    positions (None without), whose row ``first_position`` is the first token's; ``sinusoids`` are a
-    table without parameters. With ``embed_norm`` embeddings have a norm ("plain": without weights);
-    with ``embed_width`` they have so many elements, and are projected to the stream. ``dtype`` is
-    that of weights and activations, ``norm_dtype`` that of norms (None: ``dtype``). Norms after
-    blocks and the final one may have an epsilon of their own (None: ``norm_eps``). With
-    ``head_activation`` a matrix, this activation and a norm precede the head. Logits x, with a bias
-    (``head_bias``) and times ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c. Those of
-    ``never``, ranges of tokens, are the least number.
+    positions, from row ``first_position`` on; ``sinusoids`` are a table without parameters. With
+    ``embed_norm`` embeddings have a norm ("plain": without weights), with ``embed_width`` that many
+    elements, then projected. ``dtype`` is that of weights and activations, ``norm_dtype`` that of
+    norms (None: ``dtype``). Norms after blocks and the last may have other epsilons. With
+    ``head_activation`` a matrix, this activation and a norm precede the head. Logits x, times a
+    parameter and ``head_scale``, plus a bias (``head_bias``), times ``logit_scale``, become c
+    tanh(x / c) with ``logit_cap`` c. Those of ``never``, ranges of tokens, are the least.
     """
 
     vocab_size: int
@@ -340,6 +339,7 @@ class DecoderSpec:
     logit_cap: float | None = None
     logit_scale: float | None = None
     head_bias: bool = False
+    head_scale: float | None = None
     never: tuple[tuple[int, int], ...] = ()
     head_activation: str | None = None
     learned_rope: bool = False  # see ``rope_tables``

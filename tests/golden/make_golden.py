@@ -27,6 +27,7 @@ import torch
 from cases import CASES, rope_cases
 from deepseek import renamed, without_gates
 from deepseek_v4 import published_names as names_of_deepseek_v4
+from dory import published_names as names_of_dory
 from hy_v4 import published_names as names_of_hy_v4
 from internlm2 import packed
 from minimax_m3 import published_names
@@ -182,6 +183,7 @@ ARCHITECTURES = {
 # Eager attention adds ALiBi of Falcon twice: to the mask, and to the scores.
 IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}
 SOFT = re.compile("shared_transf.*(q_proj|k_proj|_adapter_list)")
+DORY = ("sqk", "s_gate", "lambda_1", "lambda_2", "logit_scale")
 POSITIONS, LONG = 131072, 400_000
 
 
@@ -202,6 +204,10 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             noise = noise * 0.2 / tensor.shape[-1] ** 0.5
         elif SOFT.search(name):  # of scores that rounding does not decide
             noise = noise * 0.75 / tensor.shape[-1] ** 0.5
+        elif name.endswith(DORY):  # factors near 1, and rates near 0.4 of either sign
+            own = 1 + 0.2 * noise if not name.endswith(("lambda_1", "lambda_2")) else 8 * noise
+            own = 4 * own if name.endswith("logit_scale") else own
+            noise = own * model.config.initializer_range
         elif tensor.ndim >= 2 and not name.endswith("bias"):  # of experts 3
             noise = noise * 1.5 / tensor.shape[-1] ** 0.5
         elif "norm" in name or "ln_" in name:
@@ -234,6 +240,12 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return packed(model.state_dict(), model.config)
     if name == "minimax_m3_text":
         return published_names(model.state_dict())
+    if name.startswith("cosmos3_edge"):
+        names = {".mlp.fc1.": ".mlp.up_proj.", ".mlp.fc2.": ".mlp.down_proj."}
+        found = {k: t for k, t in model.state_dict().items() if ".visual." not in k}
+        return {re.sub(r"\.mlp\.fc[12]\.", lambda m: names[m[0]], k): t for k, t in found.items()}
+    if name.startswith("dory"):
+        return names_of_dory(model.state_dict())
     if name.startswith("hy_v4"):
         return names_of_hy_v4(model.state_dict())
     if name.startswith("deepseek_v4"):

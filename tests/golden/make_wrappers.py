@@ -48,7 +48,17 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA4_EXPERTS = {"num_local_experts": 5, "intermediate_size_mlp": 40, "head_dim": 16}
 # Of each model type the changes of its parts.
 WRAPPERS: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "vision_config": {
+            **{"codebook_size": 8, "embed_dim": 8, "latent_channels": 8, "base_channels": 32},
+            **{"channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []},
+        },
+        "audio_config": {"codebook_size": 8, "codebook_dim": 8},
+        **{"image_token_id": 3, "audio_token_id": 4, "image_token_offset": 50},
+        "audio_token_offset": 58,
+    },
     "aria": {"text_config": {"intermediate_size": 24, "moe_num_experts": 5}},
+    "audioflamingo3": {},
     "aya_vision": {},
     "blip-2": {},
     "cohere2_vision": {},
@@ -58,6 +68,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "rope_parameters": {"full_attention": None, "sliding_attention": MROPE},
         }
     },
+    "cosmos3_edge": {
+        "text_config": {"head_dim": 16, "rope_parameters": merged(MROPE, mrope_section=[4, 2, 2])},
+        "projector_hidden_size": 8,
+    },
+    "cosmos3_omni": {"text_config": {"head_dim": 16, "rope_parameters": WIDE}},
     "deepseek_ocr2": {
         "vision_config": {"sam_config": SAM, "encoder_config": SMALL},
         "text_config": {
@@ -156,6 +171,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         **{"vision_config": {"pos_emb_height": 2, "pos_emb_width": 2, "patch_size": 4}},
         **{"text_config": {"head_dim": 8}, "out_hidden_size": 32, "projector_hidden_size": 8},
     },
+    "musicflamingo": {},
     "nemotron_h_omni": {
         "text_config": {**NEMOTRON_H, "hybrid_override_pattern": "M*-"},
         "vision_config": {"mlp_ratio": 1.0, "video_temporal_patch_size": 2},
@@ -202,7 +218,8 @@ def config_of(kind: str) -> transformers.PreTrainedConfig:
 
 def saved(kind: str) -> tuple[str, dict[str, Any]]:
     """The architecture, and the config and shapes of what is saved."""
-    name = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind]
+    of_sound = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    name = {**of_sound, **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}[kind]
     model = getattr(transformers, name)._from_config(config_of(kind))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

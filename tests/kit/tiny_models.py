@@ -1646,6 +1646,17 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "moe_layers_enum": "1,2",
         },
+        "dory": {
+            **_WITHOUT_EPS,
+            "architectures": ["DoryForCausalLM"],
+            "num_hidden_layers": 8,
+            "n_input_layers": 2,
+            "n_output_layers": 2,
+            "head_dim": 8,
+            "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+            "sliding_window": 7,
+            "initializer_range": 0.5,
+        },
         "solar": {
             **_DECODER,
             "architectures": ["SolarForCausalLM"],
@@ -1737,6 +1748,7 @@ LIKE_OTHERS = (
     "solar",  # llama's layers, with copies of the stream
     *("mistral_large3", "nemotron_h_puzzle", "longcat_flash_ngram"),
     "iquest_loop",  # llama's layers twice
+    "dory",  # llama's attention after operations of XLA, layers twice
     "rnj1",  # gemma3's layers, with llama4's chunks
 )
 OF_EACH_KIND = (

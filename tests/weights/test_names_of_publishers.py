@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,11 @@ from jaxinfer.models import build_model
 from jaxinfer.weights.plan import plan_params
 from kit.published_index import zeros
 from kit.tiny_models import tiny_config
+
+
+def _of_pair(name: str) -> Callable[[re.Match[str]], str]:
+    return lambda match: f"layers.{int(match[1]) // 2}.{match.expand(name)}"
+
 
 MISTRAL = {  # of consolidated files
     r"^model\.layers": "layers",
@@ -37,9 +43,19 @@ MISTRAL = {  # of consolidated files
 }
 
 
+DORY = {  # as transformers saves them, of whose layers each has two blocks
+    r"layers\.(\d+)\.mixer\.(q|k|v|g|o)_proj": _of_pair(r"self_attn.\2_proj"),
+    r"layers\.(\d+)\.mixer\.(sqk|s_gate)": _of_pair(r"self_attn.\2"),
+    r"layers\.(\d+)\.mixer\.": _of_pair("mlp."),
+    r"layers\.(\d+)\.attn_alpha": _of_pair("lambda_1"),
+    r"layers\.(\d+)\.mlp_alpha": _of_pair("lambda_2"),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "renamed", "sample"),
     [
+        ("dory", DORY, "backbone.layers.3.mlp.suv_up"),
         ("mistral_large3", MISTRAL, "layers.1.experts.3.w2.weight"),
         ("nemotron_h_puzzle", {r"^backbone\.": "model."}, "model.layers.1.mixer.gate.weight"),
         (
@@ -50,7 +66,7 @@ MISTRAL = {  # of consolidated files
     ],
 )
 def test_every_tensor_is_read_under_its_other_name(
-    name: str, renamed: Mapping[str, str], sample: str
+    name: str, renamed: Mapping[str, Any], sample: str
 ) -> None:
     model = build_model(tiny_config(name), "float32")
     shapes: dict[str, tuple[int, ...]] = {}

@@ -176,6 +176,15 @@ def test_every_text_decoder_has_defaults(architecture: str) -> None:
     planned({**config, "text_config": text}, tensors_of(architecture))
 
 
+@pytest.mark.parametrize("architecture", ["Cosmos3Edge", "Cosmos3Omni"])
+def test_what_makes_images_in_cosmos_is_left_out(architecture: str) -> None:
+    name = f"{architecture}ForConditionalGeneration"
+    others = ("layers.0.mlp_moe_gen.up_proj.weight", "layers.0.self_attn.add_q_proj.weight")
+    others += ("norm_moe_gen.weight", "proj_in.weight", "time_embedder.linear_1.weight")
+    others += ("audio_proj_out.weight", "action_modality_embed")
+    planned(SAVED[name]["config"], tensors_of(name) | dict.fromkeys(others, (8,)))
+
+
 @pytest.mark.parametrize("whole", ["Qwen2_5Omni", "Qwen3OmniMoe"])
 def test_the_text_of_a_model_that_also_speaks(whole: str) -> None:
     inner = f"{whole}ThinkerForConditionalGeneration"
