@@ -237,7 +237,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
     """Experts chosen as in DeepSeek-V3, and a network of all tokens; none has gates."""
     hf.supported_only(config, "mlp_hidden_act", "relu2")
     bias = hf.flag(config, "mlp_bias", False)  # experts have none
-    # of another number vLLM multiplies the width by it, transformers and NVIDIA's code do not
+    # of another number vLLM multiplies the width by it, transformers does not
     hf.supported_only(config, "n_shared_experts", 1)
     own = hf.with_defaults(config, _EXPERT_DEFAULTS)
     width = hf.positive_int(config, "moe_shared_expert_intermediate_size", 7688)
