@@ -6,6 +6,7 @@ take the same values.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxinfer.cli.settings import (
     Reader,
     Setting,
     Value,
+    anything,
     boolean,
     integer,
     integers,
@@ -33,6 +35,7 @@ from jaxinfer.cli.settings import (
     size_or_auto,
     texts,
 )
+from jaxinfer.core.json_text import parse_json
 
 if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
@@ -49,6 +52,7 @@ METAVARS: Mapping[Reader, str] = MappingProxyType(
     }
 )
 REPEATED = (texts, plain_texts, integers)
+OBJECTS = (mapping, anything)
 
 
 class SettingsCommand(click.Command):
@@ -74,8 +78,11 @@ class SettingsCommand(click.Command):
         super().__init__(*arguments, **options)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """``--max_model_len`` as well as ``--max-model-len``; several values after one flag."""
-        args = _dashed(args)
+        """``--max_model_len`` as well as ``--max-model-len``; several values after one flag;
+        ``--kv-events-config.topic t`` for an entry of an object.
+        """
+        objects = {flag for one in self.settings if one.read in OBJECTS for flag in one.flags}
+        args = _joined(_dashed(args), objects)
         if self._several:
             lists = {flag for one in self.settings if one.read is texts for flag in one.flags}
             args = _repeated(args, lists)
@@ -170,6 +177,37 @@ def _dashed(arguments: Sequence[str]) -> list[str]:
             argument = flag.replace("_", "-") + equals + value
         dashed.append(argument)
     return dashed + list(arguments[end:])
+
+
+def _joined(arguments: Sequence[str], objects: Container[str]) -> list[str]:
+    """``--flag.a.b 1 --flag.c x`` as ``--flag {"a": {"b": 1}, "c": "x"}``, for flags that take an
+    object, as in vLLM: a value that is no JSON is text.
+    """
+    joined: list[str] = []
+    found: dict[str, dict[str, Any]] = {}
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    given = iter(arguments[:end])
+    for argument in given:
+        path, equals, value = argument.partition("=")
+        flag, *keys = path.split(".")
+        if flag not in objects or not keys:
+            joined.append(argument)
+            continue
+        value = value if equals else next(given, "")
+        entries = found.setdefault(flag, {})
+        for key in keys[:-1]:
+            entries = entries.setdefault(key.replace("-", "_"), {})
+        entries[keys[-1].replace("-", "_")] = _json_or_text(value)
+    for flag, entries in found.items():
+        joined += [flag, json.dumps(entries)]
+    return joined + list(arguments[end:])
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return parse_json(value)
+    except ValueError:
+        return value
 
 
 def _repeated(arguments: Sequence[str], several: Container[str]) -> list[str]:

@@ -28,6 +28,7 @@ from jaxinfer.engine.api.vllm_args import RENAMED
 DERIVED: Mapping[str, str] = MappingProxyType(
     {
         "served_model_name": "MODEL as given; of a path the name of its file or folder",
+        "hf_overrides": "none",
         "tokenizer": "the model's",
         "cpu_weights": "auto: quantised where the native library is built",
         "quantization": "as the files",

@@ -31,6 +31,7 @@ MODEL = Group(
     (
         Setting("model", text, f"{MODEL_FORMS}.", ("-m",)),
         Setting("revision", text, "Branch, tag or commit of a model of the hub."),
+        Setting("hf_overrides", mapping, "Entries in place of those of config.json, JSON."),
         Setting("tokenizer", text, "A tokenizer from elsewhere, in any form of MODEL."),
         Setting("skip_tokenizer_init", boolean, "Token ids only, no text."),
         Setting("load_format", text, "auto, safetensors, gguf, or dummy: random weights."),
@@ -52,8 +53,15 @@ MEMORY = Group(
         Setting("max_num_batched_tokens", size, "Prompt tokens computed in one step."),
         Setting("max_num_mixed_tokens", size, "Prompt tokens in a step with decode rows."),
         Setting("tensor_parallel_size", size, "Devices that share every layer.", ("-tp",)),
-        Setting("enable_expert_parallel", boolean, "Whole experts on each of several devices."),
-        Setting("gpu_memory_utilization", number, "Share of a GPU's memory to use, up to 1."),
+        Setting(
+            "enable_expert_parallel", boolean, "Whole experts on each of several devices.", ("-ep",)
+        ),
+        Setting(
+            "gpu_memory_utilization",
+            number,
+            "Share of a GPU's memory to use, up to 1.",
+            ("--device-memory-utilization",),
+        ),
         Setting("kv_cache_dtype", text, "Keys and values: auto (as dtype), fp8, bfloat16."),
         Setting("kv_cache_memory_bytes", size, "Memory for the KV cache: 4G, 500M, bytes."),
         Setting("num_gpu_blocks_override", size, "Pages of the KV cache.", ("--num-pages",)),

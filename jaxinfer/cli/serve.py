@@ -20,7 +20,7 @@ import click
 
 from jaxinfer.cli.command import SettingsCommand, with_model
 from jaxinfer.cli.replicas import config_of_rank, replica_environments
-from jaxinfer.cli.serve_options import EVERY, GROUPS, REFUSED, SETTINGS
+from jaxinfer.cli.serve_options import EVERY, GROUPS, HIDDEN, SETTINGS
 from jaxinfer.cli.settings import Value, unknown_variables
 from jaxinfer.core.errors import ConfigError, JaxinferError, TokenizerError
 from jaxinfer.core.version import VERSION
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LONGEST_SHOWN = 100  # characters of a value in the list of settings
 
 
-@click.command(cls=SettingsCommand, groups=GROUPS, hidden=REFUSED, several=True)
+@click.command(cls=SettingsCommand, groups=GROUPS, hidden=HIDDEN, several=True)
 @click.argument("reference", metavar="[MODEL]", required=False)
 @click.pass_context
 def serve(ctx: click.Context, reference: str | None, **flags: Any) -> None:

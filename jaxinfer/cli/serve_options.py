@@ -15,6 +15,13 @@ from jaxinfer.cli.settings import (
     text,
     texts,
 )
+from jaxinfer.engine.api.vllm_names import (
+    SEVERAL,
+    SHORT,
+    SWITCHES,
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+)
 
 API_KEY = Setting(  # of a server and of its clients
     "api_key",
@@ -175,7 +182,7 @@ GROUPS = (
             Setting("chat_template_content_format", text, "auto or string; no effect."),
             Setting("trust_remote_code", boolean, "No effect."),
             Setting("enforce_eager", boolean, "No effect."),
-            Setting("compilation_config", anything, "No effect.", ("-O",)),
+            Setting("compilation_config", anything, "No effect.", ("-O", "-cc")),
             Setting("hf_token", text, "No effect; set HF_TOKEN.", secret=True),
             Setting("cpu_offload_gb", number, "No effect."),
             Setting("disable_custom_all_reduce", boolean, "No effect."),
@@ -186,9 +193,17 @@ GROUPS = (
         ),
     ),
 )
-# Known only so that the refusal gives advice; the help leaves them out.
-REFUSED = (
-    Setting("speculative_config", anything, ""),
+
+
+def _unused(name: str) -> Setting:
+    """A flag of vLLM that has no effect or is refused, in ``engine.api.vllm_names``."""
+    read = boolean if name in SWITCHES else texts if name in SEVERAL else anything
+    return Setting(name, read, "", (SHORT[name],) if name in SHORT else ())
+
+
+# Known only so that the log or the refusal gives advice; the help leaves them out.
+HIDDEN = (
+    Setting("speculative_config", anything, "", ("-sc",)),
     Setting("enable_lora", boolean, ""),
     Setting("lora_modules", texts, ""),
     Setting("max_loras", integer, ""),
@@ -198,6 +213,7 @@ REFUSED = (
     Setting("num_scheduler_steps", integer, ""),
     Setting("disable_log_requests", boolean, ""),
     Setting("guided_decoding_backend", text, ""),
+    *(_unused(name) for group in (*WITHOUT_EFFECT, *UNSUPPORTED) for name in group.each),
 )
 REMOTE = Group(
     "A running server",
@@ -206,7 +222,7 @@ REMOTE = Group(
         API_KEY,
     ),
 )
-SETTINGS = (*(setting for group in GROUPS for setting in group.settings), *REFUSED)
+SETTINGS = (*(setting for group in GROUPS for setting in group.settings), *HIDDEN)
 EVERY = (
     *SETTINGS,
     *SAMPLING.settings,

@@ -6,6 +6,7 @@ reads the environment.
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, cast
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.hosts import Hosts, checked_hosts
+from jaxinfer.core.json_text import parse_json
 from jaxinfer.core.kv_events import as_text
 from jaxinfer.core.points import canonical
 from jaxinfer.core.pooling import KINDS
@@ -122,6 +124,8 @@ class EngineConfig:
     ``seed``: of random weights, and of the draws of requests that bring none; None is 0, but for
     the draws of a server (``jaxinfer serve``) a random number, so that no client can know them.
     ``revision``: branch, tag or commit of a model of the hub; None is its main branch.
+    ``hf_overrides``: JSON of entries that replace those of the model's config.json, also as a
+    mapping; entries of its inner configs are replaced one by one.
     ``download_dir``: where the hub's models are kept; None: where huggingface-hub keeps them.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     ``record``: a file into which the engine writes what it does, for ``jaxinfer replay``;
@@ -134,6 +138,7 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     revision: str | None = None
+    hf_overrides: str | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
@@ -305,6 +310,8 @@ def _checked(name: str, value: object, type_name: str) -> object:
         return value
     if name == "kv_events_config":
         return as_text(value)
+    if name == "hf_overrides":
+        return _json_object(name, value)
     if name == "tap_points":
         return ",".join(_point_names(value))
     if name == "kernels":
@@ -324,6 +331,17 @@ def _checked(name: str, value: object, type_name: str) -> object:
     if not isinstance(path, str):
         raise ConfigError(f"{name} must be text or a path, got {value!r}")
     return path
+
+
+def _json_object(name: str, value: object) -> str:
+    """An object, or its JSON, as JSON with sorted keys; raises ``ConfigError``."""
+    try:
+        made = parse_json(value if isinstance(value, str) else json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} must be a JSON object ({error})") from error
+    if not isinstance(made, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {value!r}")
+    return json.dumps(made, sort_keys=True)
 
 
 _LARGEST = MappingProxyType(

@@ -13,12 +13,13 @@ These forms of a reference are tried in order:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import ConfigError, SourceError
@@ -89,6 +90,7 @@ def resolve_source(
     progress: Progress,
     tokenizer: str | None = None,
     revision: str | None = None,
+    hf_overrides: str | None = None,
     download_dir: str | None = None,
     offline: bool = False,
 ) -> ModelSource:
@@ -97,7 +99,8 @@ def resolve_source(
     With a ``load_format`` other than auto, other kinds of weights are refused. ``tokenizer``, in
     any form of a reference or the path of a tokenizer.json, replaces the model's own. ``revision``
     and ``download_dir`` (None: the hub's own cache) are those of a model of the hub, of which only
-    what is in the cache is used with ``offline``. Raises ``SourceError`` (``CheckpointError`` for a
+    what is in the cache is used with ``offline``. ``hf_overrides`` is JSON of entries that replace
+    those of config.json. Raises ``SourceError`` (``CheckpointError`` for a
     broken file), ``ConfigError`` or ``CacheError``.
     """
     places = Places(cache_dir, download_dir, revision, offline)
@@ -105,7 +108,12 @@ def resolve_source(
     path, known_hash = found.path, found.sha256
     try:
         if path.is_dir() or path.name == "config.json":
-            source = _folder_source(reference, path, load_format, progress)
+            source = _folder_source(reference, path, load_format, progress, hf_overrides)
+        elif hf_overrides is not None:
+            raise ConfigError(
+                f"hf_overrides replace entries of config.json, and {reference} is a GGUF file "
+                "without one; leave them out, or name a Hugging Face folder"
+            )
         else:
             source = _gguf_source(reference, path, load_format, known_hash, progress)
     except OSError as error:
@@ -131,7 +139,9 @@ def _with_defaults(source: ModelSource, sampling: Mapping[str, Any], place: str)
     )
 
 
-def _folder_source(reference: str, path: Path, load_format: str, progress: Progress) -> ModelSource:
+def _folder_source(
+    reference: str, path: Path, load_format: str, progress: Progress, overrides: str | None
+) -> ModelSource:
     """The source of a Hugging Face folder, or of a config.json for random weights."""
     folder = path if path.is_dir() else path.parent
     config_path = folder / "config.json"
@@ -144,7 +154,10 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
         raise SourceError(
             f"{folder} holds no config.json; name a Hugging Face model folder or a .gguf file in it"
         )
-    hf_config = text_config(read_json_object(config_path))
+    own_config = read_json_object(config_path)
+    if overrides is not None:
+        own_config = _replaced(own_config, json.loads(overrides))
+    hf_config = text_config(own_config)
     scheme = _scheme(hf_config)
     if load_format == "dummy":
         checkpoint, files = None, (config_path,)
@@ -176,7 +189,9 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
             read_json_object(generation_config) if generation_config.is_file() else {}
         ),
         checkpoint=checkpoint,
-        fingerprint=_fingerprint(_identity(file) for file in (config_path, *files)),
+        fingerprint=_fingerprint(
+            (*map(_identity, (config_path, *files)), *(() if overrides is None else (overrides,)))
+        ),
         quantised=scheme is not None and checkpoint is not None,
         tokenizer_spec=lambda: spec_from_path(folder),
         forms={} if checkpoint is None else checkpoint.forms,
@@ -185,6 +200,19 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
         files=tuple(file.resolve() for file in files) if checkpoint is not None else (),
         sampling_place=(generation_config if generation_config.is_file() else config_path).name,
     )
+
+
+def _replaced(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with other entries; as in vLLM those of an inner config are replaced one by one,
+    other objects, such as ``rope_parameters``, are replaced whole.
+    """
+    made = {**config}
+    for key, value in overrides.items():
+        inner = config.get(key)
+        if key.endswith("_config") and isinstance(inner, dict) and isinstance(value, dict):
+            value = _replaced(cast("dict[str, Any]", inner), cast("dict[str, Any]", value))
+        made[key] = value
+    return made
 
 
 def _scheme(hf_config: Mapping[str, Any]) -> Scheme | None:

@@ -113,11 +113,23 @@ def test_a_chosen_number_of_snapshots(folder: Path) -> None:
         (
             {"max_num_batched_tokens": 63},
             r"in multiples of 64 tokens, and no step holds 31 decodes and 1 prefills of 64 tokens "
-            r"with prompt logprobs; raise max_num_batched_tokens \(63\) .* to 128 or more",
+            r"with prompt logprobs; raise max_num_batched_tokens \(63\) to 128 or more",
+        ),
+        (
+            {"max_num_batched_tokens": 63, "max_num_seqs": 4},
+            r"no step holds .*; raise max_num_batched_tokens \(63\) to 64 or more",
+        ),
+        (
+            {"max_num_batched_tokens": 63, "max_num_mixed_tokens": 32, "max_num_seqs": 1},
+            r"no step holds .*; raise max_num_batched_tokens \(63\) to 64 or more",
+        ),
+        (
+            {"max_num_batched_tokens": 63, "max_num_mixed_tokens": 32, "max_num_seqs": 4},
+            r"raise max_num_batched_tokens \(63\) and max_num_mixed_tokens \(32\) to 64 or more",
         ),
         (
             {"max_num_batched_tokens": 512, "max_num_mixed_tokens": 32},
-            r"no step holds .*; raise .* max_num_mixed_tokens \(32\) to 128 or more",
+            r"no step holds .*; raise max_num_mixed_tokens \(32\) to 128 or more",
         ),
     ],
 )

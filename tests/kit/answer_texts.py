@@ -134,6 +134,26 @@ def minimax_m2(message: Message) -> str:
     return _think(message) + "\n".join(filter(None, [message.content, section]))
 
 
+def cohere_command(message: Message) -> str:
+    thoughts = f"<|START_THINKING|>{message.reasoning}<|END_THINKING|>" if message.reasoning else ""
+    calls = ",\n    ".join(
+        f'{{"tool_call_id": "{i}", "tool_name": "{name}", "parameters": {_json(arguments)}}}'
+        for i, (name, arguments) in enumerate(message.calls)
+    )
+    content = f"<|START_RESPONSE|>{message.content}<|END_RESPONSE|>" if message.content else ""
+    return (
+        thoughts + content + (f"<|START_ACTION|>[\n    {calls}\n]<|END_ACTION|>" if calls else "")
+    )
+
+
+def apertus(message: Message) -> str:
+    thoughts = f"<|inner_prefix|>{message.reasoning}<|inner_suffix|>" if message.reasoning else ""
+    calls = ", ".join(f'{{"{name}": {_json(arguments)}}}' for name, arguments in message.calls)
+    return (
+        thoughts + message.content + (f"<|tools_prefix|>[{calls}]<|tools_suffix|>" if calls else "")
+    )
+
+
 def llama3_json(message: Message) -> str:
     calls = [f'{{"name": "{n}", "parameters": {_json(a)}}}' for n, a in message.calls]
     return "; ".join(calls) or message.content
@@ -215,7 +235,7 @@ WRITERS: dict[str, Callable[[Message], str]] = {
     writer.__name__: writer
     for writer in (
         *(hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, deepseek_v31, kimi_k2),
-        *(openai, gemma4, minimax, longcat, seed_oss, minimax_m2, step3),
+        *(openai, gemma4, minimax, longcat, seed_oss, minimax_m2, step3, cohere_command, apertus),
     )
 }
 # an end of a call in each format, which must not end a call when it is within an argument
@@ -227,6 +247,8 @@ END_MARKS = {
     "seed_oss": "a </parameter> and </function>, <parameter=x> b",
     "minimax_m2": 'a </parameter> and </invoke>, <parameter name="x"> b',
     "step3": "a </steptml:parameter> and </steptml:invoke><｜tool_call_end｜> b",
+    "cohere_command": "a }\n]<|END_ACTION|> b",
+    "apertus": "a }]<|tools_suffix|> b",
     "llama3_json": 'a "}; {"name" <|python_tag|> b',
     "mistral": 'a "}[TOOL_CALLS]clock[ARGS]{} b',
     "deepseek_v3": "a }\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜> b",

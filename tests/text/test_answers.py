@@ -254,6 +254,7 @@ def test_the_format_is_found_from_the_chat_template(name: str) -> None:
         ('<tool_calls>\n{"name": <tool-name>, "arguments": <args-json-object>}', "minimax"),
         ('<longcat_tool_call>\n{"name": <name>, "arguments": <args>}', "longcat"),
         ('<minimax:tool_call>\n<invoke name="tool-name-1">', "minimax_m2"),
+        ('<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "', "cohere_command"),
         (
             "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke",
             "step3",
@@ -263,6 +264,32 @@ def test_the_format_is_found_from_the_chat_template(name: str) -> None:
 def test_the_format_is_found_from_a_part_of_a_published_template(source: str, name: str) -> None:
     found = answer_format(source)
     assert found is not None and found.name == name and not found.has_reasoning
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "answer"),
+    [
+        (
+            "<|START_THINKING|><|START_ACTION|>tool_name",
+            "cohere_command",
+            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Hello<|END_RESPONSE|>",
+        ),
+        (
+            "{% set inner = '<|inner_prefix|>' %}{% set tools = '<|tools_prefix|>' %}",
+            "apertus",
+            "<|inner_prefix|>hm<|inner_suffix|>Hello",
+        ),
+    ],
+)
+def test_thoughts_between_tokens_of_their_own(source: str, name: str, answer: str) -> None:
+    for with_tools in (False, True):
+        found = answer_format(source, with_tools=with_tools)
+        assert found is not None and found.name == name and found.has_reasoning
+        for size in (1, len(answer)):
+            parser = AnswerParser(found.template, "")
+            pieces = [answer[at : at + size] for at in range(0, len(answer), size)]
+            parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+            assert texts_of(parts)[:2] == ("Hello", "hm")
 
 
 def test_the_thoughts_of_minimax_m3() -> None:

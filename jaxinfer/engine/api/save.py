@@ -84,6 +84,7 @@ def export(
         progress=progress,
         tokenizer=settings.get("tokenizer"),
         revision=settings.get("revision"),
+        hf_overrides=settings.get("hf_overrides"),
         download_dir=settings.get("download_dir"),
     )
     write_folder(

@@ -1,6 +1,7 @@
 """vLLM's constructor arguments: which are renamed, accepted without effect, or refused.
 
-Scripts written for vLLM need to change only their import.
+Scripts written for vLLM need to change only their import. ``vllm_names`` has the arguments of which
+nothing is here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.sampling_checks import MAX_LOGPROBS
+from jaxinfer.engine.api.vllm_names import UNSUPPORTED, WITHOUT_EFFECT
 
 RENAMED = MappingProxyType(
     {
@@ -64,8 +66,10 @@ IGNORED = MappingProxyType(
         "enable_request_id_headers": "answers always carry X-Request-Id",
         "collect_detailed_traces": "spans have the times of every phase",
         "hf_token": "set HF_TOKEN, or run `hf auth login`",
+        **{name: group.advice for group in WITHOUT_EFFECT for name in group.each},
     }
 )
+_GROUPS = MappingProxyType({name: group for group in UNSUPPORTED for name in group.each})
 
 
 def notices(arguments: Mapping[str, Any]) -> list[str]:
@@ -99,4 +103,8 @@ def _check_fixed(name: str, value: Any) -> None:
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r} is not supported: {advice}")
             return
+    if (group := _GROUPS.get(name)) is not None:
+        if value and str(value) not in group.values:
+            raise ConfigError(f"{name}={value!r} is not supported: {group.advice}")
+        return
     raise ConfigError(f"unknown setting {name!r}; see jaxinfer.EngineConfig for the known ones")

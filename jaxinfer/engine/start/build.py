@@ -143,6 +143,7 @@ def _plan_on(
         progress=progress,
         tokenizer=config.tokenizer,
         revision=config.revision,
+        hf_overrides=config.hf_overrides,
         download_dir=config.download_dir,
     )
     config, source = with_task(config, source)

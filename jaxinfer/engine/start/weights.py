@@ -119,6 +119,7 @@ class EngineWeights:
             reference,
             cache_dir=plan.cache_dir,
             progress=NO_PROGRESS,
+            hf_overrides=plan.config.hf_overrides,
             download_dir=plan.config.download_dir,
             offline=True,  # steps wait
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from itertools import count
 from math import gcd
 from typing import Any
 
@@ -216,41 +218,66 @@ def limits_of(
     assert prefill_start and prefill_factor, "with_device_defaults"
     reuses = _reuses_prefixes(config)
     snapshots = reuses and has_slot_state
-    limits = Limits(
-        num_pages=(0,) * (1 + max(group.pool for group in groups)),
-        page_size=config.page_size or DEFAULT_PAGE_SIZE,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=chunk,
-        buckets=bucket_table(
-            max_num_seqs,
-            chunk,
-            decode_start=decode_start,
-            prefill_start=prefill_start,
-            prefill_factor=prefill_factor,
-            mixed_start=mixed_start,
-            max_num_mixed_tokens=config.max_num_mixed_tokens,
-            mixed_multiple=1 if platform == "cpu" else GPU_ROWS,
-            variants=(TAPS,) if points else (),
-            pools=config.pooling is not None,
-        ),
-        enable_prefix_caching=reuses,
-        prefill_first=bool(config.prefill_first),
-        groups=groups,
-        num_snapshots=snapshots_for(config, max_num_seqs) if snapshots else 0,
-        align=align,
-        points=points,
-        pooling=config.pooling or "",
-        form=FormLimits(config.max_form_seconds, config.max_form_bytes),
-        digests=config.record_digests,
-    )
-    if align > 1 and (missing := missing_size(limits.buckets, limits, max_num_seqs)):
+
+    def of_tokens(chunk: int, mixed: int | None) -> Limits:
+        return Limits(
+            num_pages=(0,) * (1 + max(group.pool for group in groups)),
+            page_size=config.page_size or DEFAULT_PAGE_SIZE,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=chunk,
+            buckets=bucket_table(
+                max_num_seqs,
+                chunk,
+                decode_start=decode_start,
+                prefill_start=prefill_start,
+                prefill_factor=prefill_factor,
+                mixed_start=mixed_start,
+                max_num_mixed_tokens=mixed,
+                mixed_multiple=1 if platform == "cpu" else GPU_ROWS,
+                variants=(TAPS,) if points else (),
+                pools=config.pooling is not None,
+            ),
+            enable_prefix_caching=reuses,
+            prefill_first=bool(config.prefill_first),
+            groups=groups,
+            num_snapshots=snapshots_for(config, max_num_seqs) if snapshots else 0,
+            align=align,
+            points=points,
+            pooling=config.pooling or "",
+            form=FormLimits(config.max_form_seconds, config.max_form_bytes),
+            digests=config.record_digests,
+        )
+
+    def missing(chunk: int, mixed: int | None) -> str:
+        limits = of_tokens(chunk, mixed)
+        return missing_size(limits.buckets, limits, max_num_seqs)
+
+    mixed = config.max_num_mixed_tokens
+    if align > 1 and (words := missing(chunk, mixed)):
         raise ConfigError(
             f"this model computes prompts in multiples of {align} tokens, and no step holds "
-            f"{missing}; raise max_num_batched_tokens ({chunk}) and max_num_mixed_tokens "
-            f"({config.max_num_mixed_tokens or chunk}) to {2 * align} or more"
+            f"{words}; {_remedy(chunk, mixed, align, missing)}"
         )
-    return limits
+    return of_tokens(chunk, mixed)
+
+
+def _remedy(
+    chunk: int, mixed: int | None, align: int, missing: Callable[[int, int | None], str]
+) -> str:
+    """The fewest limits of tokens to raise, and the least power of two times ``align``, so that no
+    step is ``missing``.
+    """
+    of_chunk, of_mixed = f"max_num_batched_tokens ({chunk})", f"max_num_mixed_tokens ({mixed})"
+    for size in (align << i for i in count()):
+        raised = max(chunk, size), None if mixed is None else max(mixed, size)
+        if not missing(raised[0], mixed):
+            return f"raise {of_chunk} to {size} or more"
+        if not missing(chunk, raised[1]):
+            return f"raise {of_mixed} to {size} or more"
+        if not missing(*raised):
+            return f"raise {of_chunk} and {of_mixed} to {size} or more"
+    raise AssertionError("a large step holds every prompt")
 
 
 def _context(config: EngineConfig, model: Model) -> int:

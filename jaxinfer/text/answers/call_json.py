@@ -31,28 +31,40 @@ _OBJECT_END = regex.compile(r"\s*\}")
 _ANSWER_END = regex.compile(r"\s*(?:```\s*)?\Z")
 
 
-def json_calls(source: Source, tools: Schemas) -> Reading[None]:
-    """A call as an object, or several in a list or on lines of their own."""
+def json_calls(source: Source, tools: Schemas, *, names_are_keys: bool = False) -> Reading[None]:
+    """A call as an object, or several in a list or on lines of their own. ``names_are_keys``: the
+    key of the arguments is the function's name.
+    """
+    call = _keyed_call if names_are_keys else _json_call
     opened = yield from source.expect(_LISTS)
     num_lists = opened[0].count("[")
-    yield from _json_call(source, tools)
+    yield from call(source, tools)
     while (yield from source.read(_NEXT_OBJECT if num_lists else _NEXT_LINE)):
-        yield from _json_call(source, tools)
+        yield from call(source, tools)
     for _ in range(num_lists):
         if not (yield from source.read(_LIST_END)):
             return
 
 
+def _keyed_call(source: Source, tools: Schemas) -> Reading[None]:
+    """An object whose one key is the name, and its value the arguments."""
+    yield from source.expect(_OBJECT)
+    key = yield from source.expect(_KEY)
+    name = declared_name(str(strict_json(key[1])), tools, is_marked=source.is_marked)
+    yield from json_arguments(source, name)
+    yield from source.read(_OBJECT_END)
+
+
 def _json_call(source: Source, tools: Schemas) -> Reading[None]:
-    """An object with the keys ``name`` and ``arguments`` (or ``parameters``), in any order; it may
-    be the value of the key ``function``.
+    """An object with the keys ``name`` (or ``tool_name``) and ``arguments`` (or ``parameters``), in
+    any order; it may be the value of the key ``function``.
     """
     name, held, is_sent, num_open = "", "", False, 1
     yield from source.expect(_OBJECT)
     while key := (yield from source.read(_KEY)):
         first = yield from source.skip_space()
         match strict_json(key[1]):
-            case "name" | "function" if first == '"' and not name:
+            case "name" | "tool_name" | "function" if first == '"' and not name:
                 text = yield from _other_value(source)
                 name = declared_name(str(strict_json(text)), tools, is_marked=source.is_marked)
             case "function" if first == "{":

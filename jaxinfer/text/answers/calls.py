@@ -46,8 +46,9 @@ def call_parts(
                 yield from dialect_arguments(source, name, dialect_form(args))
             else:
                 yield from json_arguments(source, name)
-        case "json" if field.transform is None and not args:
-            yield from json_calls(source, tools)
+        case "json" if field.transform is None and not args.keys() - {"names_are_keys"}:
+            names_are_keys = bool(args.get("names_are_keys"))
+            yield from json_calls(source, tools, names_are_keys=names_are_keys)
         case _:
             yield from _collected(source, field, captures, tools)
             return

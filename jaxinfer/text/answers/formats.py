@@ -30,6 +30,8 @@ FORMATS = (
         "mistral_v11",
         "mistral",
         "seed_oss",
+        "cohere_command",
+        "apertus",
         "minimax_m2",
         "step3",
         "qwen3_coder",
@@ -49,6 +51,7 @@ _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
         **{"llama4_pythonic": "pythonic", "gpt_oss": "openai", "harmony": "openai"},
         **{"llama4_json": "llama3_json", "llama3": "llama3_json", "glm47": "glm45"},
         **{"minimax_m1": "minimax", "minimax_m3": GENERIC},
+        **{"cohere_command3": "cohere_command", "cohere_command4": "cohere_command"},
     }
 )
 _REASONING_ALIASES: Mapping[str, str] = MappingProxyType(
@@ -57,6 +60,7 @@ _REASONING_ALIASES: Mapping[str, str] = MappingProxyType(
             ("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "holo2"), "think"
         ),
         **{"openai_gptoss": "openai", "gpt_oss": "openai", "harmony": "openai"},
+        **{"cohere_command3": "cohere_command", "cohere_command4": "cohere_command"},
     }
 )
 _LAST_MARK = regex.compile(r"<[^<>]+>\s*\Z")
@@ -65,7 +69,7 @@ _START = (
     r"<\|im_start\|>assistant\n|<｜Assistant｜>|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
     r"|<\|header_start\|>assistant<\|header_end\|>\n\n|\[/INST\]|<\|im_assistant\|>assistant"
     r"<\|im_middle\|>|<\|?turn>model\n|<start_of_turn>model\n|<\|assistant\|>\n?|<\|start\|>assistant"
-    r"|<seed:bos>assistant\n|\]~b\]ai\n"
+    r"|<seed:bos>assistant\n|\]~b\]ai\n|<\|CHATBOT_TOKEN\|>|<\|assistant_start\|>"
 )
 
 
