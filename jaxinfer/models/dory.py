@@ -21,7 +21,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import gqa_config, gqa_param_specs
-from jaxinfer.models.hf_rope import ropes_by_kind
+from jaxinfer.models.hf_rope import SECTIONS, ropes_by_kind
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec, as_is, join
@@ -71,7 +71,10 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     if config.get("layer_types") is not None:
         windows = windows_by_layer(config, window)
     head_dim = hf.positive_int(config, "head_dim", _HEAD_DIM)
-    rope, local_rope = ropes_by_kind(config, head_dim, theta=_THETA, local_theta=_LOCAL_THETA)
+    # transformers' base of a section without one is not that of a config without sections
+    has_sections = any(config.get(place) is not None for place in SECTIONS)
+    theta = _LOCAL_THETA if has_sections else _THETA
+    rope, local_rope = ropes_by_kind(config, head_dim, theta=theta, local_theta=_LOCAL_THETA)
     spread = hf.positive_float(config, "initializer_range", _RANGE)
     decoder = gqa_config(
         config,

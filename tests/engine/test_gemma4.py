@@ -18,7 +18,7 @@ from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.memory_plan import step_bound, workspace_bytes
-from jaxinfer.exec.compile.program import FIRST, Program
+from jaxinfer.exec.compile.program import FIRST, MAX_LAUNCHED_TOKENS, Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models import Model, Params, build_model
@@ -118,7 +118,9 @@ def test_a_split_step_draws_the_same_tokens_in_place(layers: int, shared: int) -
     """
     model, params = model_of(layers, shared)
     limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16, groups=model.state.groups)
-    limits = replace(limits, buckets=(Bucket(2), Bucket(0, 16, 2), Bucket(2, 16, 2, scores=True)))
+    tokens = MAX_LAUNCHED_TOKENS + 16
+    steps = Bucket(2), Bucket(0, tokens, 2), Bucket(2, tokens, 2, scores=True)
+    limits = replace(limits, buckets=steps)
     program = Program(model, limits, platform="gpu")
     names = [name for name in program.names() if not name.startswith(("extras", "score"))]
     assert any(name.endswith(FIRST) for name in names)

@@ -74,6 +74,7 @@ CASES = (
     "qwen3_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "dory",
     "qwen4_exp",
     "qwen3_next",
     "mixtral",
@@ -209,6 +210,9 @@ def make(name: str) -> None:
             model = auto.from_pretrained(folder, attn_implementation="eager")
     model = model.float().eval()
     ids = tensors["token_ids"][:1].long()
+    inputs: list[torch.Tensor] = []  # of each layer
+    for layer in getattr(getattr(model, "model", None), "layers", ()):
+        layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     out = model(ids, output_hidden_states=True, output_attentions=True)
     patterns = [one for one in getattr(out, "attentions", None) or () if one is not None]
     if model.config.model_type == "deepseek_v4":
@@ -219,6 +223,8 @@ def make(name: str) -> None:
     hidden, embedded = out.hidden_states, model.get_input_embeddings()(ids)
     if model.config.model_type == "rwkv":
         embedded = model.rwkv.blocks[0].pre_ln(embedded)
+    if model.config.model_type == "dory":  # passes begin with a sum, and a layer has several
+        hidden = (*inputs, hidden[-1])
     if model.config.model_type in AFTER:
         hidden = (embedded, *hidden[:-2], hidden[-1])
     if hidden[0].ndim == 4:  # several streams, of which the first one, and the final norm

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.memory_plan import step_bound
-from jaxinfer.exec.compile.program import FIRST, Program
+from jaxinfer.exec.compile.program import FIRST, MAX_LAUNCHED_TOKENS, Program
 from jaxinfer.exec.step.points import points_named
 from jaxinfer.models.base import forward, normalised_stream, unembed
 from jaxinfer.nn.residual_spec import PlainResidual
@@ -53,12 +53,12 @@ def test_points_of_streams_are_as_wide_as_all_of_them() -> None:
 
 def test_a_split_step_hands_over_all_streams_and_the_plan_counts_them() -> None:
     limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16, groups=MODEL.state.groups)
-    bucket = Bucket(0, 16, 2)
+    bucket = Bucket(0, MAX_LAUNCHED_TOKENS + 16, 2)
     limits = replace(limits, buckets=(bucket,), num_pages=(9,) * len(MODEL.state.bytes_per_entry))
     program = Program(MODEL, limits, platform="gpu")
     *_, stream = program.trace(bucket.name + FIRST).lower().out_info
     *_, given = program.trace(bucket.name).lower().args_info[0]
-    assert stream.shape == given.shape == (16, STREAMS * D)
+    assert stream.shape == given.shape == (bucket.num_tokens, STREAMS * D)
     plain = dataclasses.replace(MODEL.config, residual=PlainResidual())  # of the same parameters
     plain = Program(dataclasses.replace(MODEL, config=plain), limits, platform="gpu")
     further = 2 * (STREAMS - 1) * D * 4 * bucket.num_tokens  # before and after a layer
