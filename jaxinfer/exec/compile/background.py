@@ -1,6 +1,6 @@
 """Executables that are compiled or loaded while requests are served with the first ones.
 
-A server on a GPU has some 35 executables. To compile them takes half a minute, and to load them and
+A server on a GPU has some 40 executables. To compile them takes half a minute, and to load them and
 run each once takes 1 to 2 s. A few hold every step (``stages.first_names``), so requests are
 served once these are loaded. A thread then loads the others, and those that are not saved yet as a
 process of low priority compiles them (``process``), and delivers each to the engine.
