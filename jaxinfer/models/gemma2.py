@@ -15,23 +15,14 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
+from jaxinfer.models.gemma_parts import AROUND_BLOCKS
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
-from jaxinfer.models.params import ParamSpec, plus_one, stack_plus_one
+from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 # transformers' defaults
 _HEAD_DIM, _SCALAR = 256, 256
-_NORMS = NormSources(
-    names=(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-    one=plus_one,
-    several=stack_plus_one,
-)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -75,8 +66,10 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """The parameters, with the norms that the layers have."""
-    before = _NORMS._replace(names=_NORMS.names[::2])
-    return gqa_param_specs(config, norms=before if config.layers[0].norms == "before" else _NORMS)
+    before = AROUND_BLOCKS._replace(names=AROUND_BLOCKS.names[::2])
+    return gqa_param_specs(
+        config, norms=before if config.layers[0].norms == "before" else AROUND_BLOCKS
+    )
 
 
 FAMILY = ModelFamily(

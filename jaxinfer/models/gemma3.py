@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
+from jaxinfer.models.gemma_parts import AROUND_BLOCKS
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import ropes_by_kind
 from jaxinfer.models.layer_kinds import pattern_windows
-from jaxinfer.models.params import plus_one, stack_plus_one
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 # transformers' defaults
@@ -27,17 +27,6 @@ _HEAD_DIM, _SCALAR, _PATTERN = 256, 256, 6
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 
 _LOCAL_KEY = "rope_local_base_freq"
-
-_NORMS = NormSources(
-    names=(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-    one=plus_one,
-    several=stack_plus_one,
-)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -75,6 +64,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 FAMILY = ModelFamily(
     name="gemma3",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, norms=_NORMS),
+    param_specs=partial(gqa_param_specs, norms=AROUND_BLOCKS),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

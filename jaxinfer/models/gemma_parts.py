@@ -1,5 +1,5 @@
-"""Parts of Gemma 3n and Gemma 4: inputs of layers, and layers that use the keys and values of an
-earlier one.
+"""Parts of several Gemmas: norms around blocks (2, 3 and Rnj-1); inputs of layers, and layers that
+use the keys and values of an earlier one (3n and 4).
 """
 
 from __future__ import annotations
@@ -9,14 +9,24 @@ from typing import Any
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.gqa import GQA_IGNORED_TENSORS
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources
 from jaxinfer.models.linears import Linear, linear_specs
-from jaxinfer.models.params import ParamSpec, as_is, stack
+from jaxinfer.models.params import ParamSpec, as_is, plus_one, stack, stack_plus_one
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.layer_spec import LayerInputsConfig
 from jaxinfer.nn.mixers.shared_spec import SharedAttentionConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+AROUND_BLOCKS = NormSources(
+    names=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    one=plus_one,
+    several=stack_plus_one,
+)
 IGNORED_TENSORS = (
     # layers that use the keys and values of another one may have such tensors as well
     r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)",

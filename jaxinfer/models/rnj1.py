@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
+from jaxinfer.models.gemma_parts import AROUND_BLOCKS
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import SECTIONS, rope_config
-from jaxinfer.models.params import plus_one, stack_plus_one
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import Chunk
@@ -29,16 +29,6 @@ from jaxinfer.nn.state import Chunk
 _HEAD_DIM, _SCALAR, _THETA, _WINDOW = 256, 256, 1e6, 4096
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
 _CHUNKS = 2  # those within sliding_window
-_NORMS = NormSources(
-    names=(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-    one=plus_one,
-    several=stack_plus_one,
-)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -112,6 +102,6 @@ def _rope(config: Mapping[str, Any], kind: str, head_dim: int) -> RopeConfig:
 FAMILY = ModelFamily(
     name="rnj1",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, norms=_NORMS),
+    param_specs=partial(gqa_param_specs, norms=AROUND_BLOCKS),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

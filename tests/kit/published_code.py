@@ -23,15 +23,18 @@ def logits(name: str, config: Config, tensors: Tensors, ids: Array) -> Array:  #
     return MODELS[name](config, exact, ids)
 
 
-def _layer(tensors: Tensors, start: str) -> Tensors:
+def layer_of(tensors: Tensors, start: str) -> Tensors:
+    """The tensors whose names begin so, without that."""
     return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
 
 
-def _linear(tensors: Tensors, name: str, h: Array) -> Array:
+def linear(tensors: Tensors, name: str, h: Array) -> Array:
+    """A matrix and its bias, if there is one."""
     return h @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0.0)
 
 
-def _heads(x: Array, count: int) -> Array:  # [T, N * H] -> [T, N, H]
+def heads_of(x: Array, count: int) -> Array:  # [T, N * H] -> [T, N, H]
+    """The components of each head."""
     return x.reshape(len(x), count, -1)
 
 
@@ -46,8 +49,8 @@ def attention(q: Array, k: Array, v: Array, window: int | None = None) -> Array:
 
 
 def _gated(tensors: Tensors, h: Array, start: str = "mlp.") -> Array:
-    gate, up = (_linear(tensors, f"{start}{name}_proj", h) for name in ("gate", "up"))
-    return _linear(tensors, f"{start}down_proj", silu(gate) * up)
+    gate, up = (linear(tensors, f"{start}{name}_proj", h) for name in ("gate", "up"))
+    return linear(tensors, f"{start}down_proj", silu(gate) * up)
 
 
 def chatglm(config: Config, t: Tensors, ids: Array) -> Array:
@@ -56,15 +59,15 @@ def chatglm(config: Config, t: Tensors, ids: Array) -> Array:
     k = k if config["multi_query_attention"] else n
     theta, half = 10000 * config.get("rope_ratio", 1.0), config["kv_channels"] // 2
     for i in range(config["num_layers"]):
-        own = _layer(t, f"transformer.encoder.layers.{i}.")
+        own = layer_of(t, f"transformer.encoder.layers.{i}.")
         h = rms(x, own["input_layernorm.weight"], eps)
-        qkv = _heads(_linear(own, "self_attention.query_key_value", h), n + 2 * k)
+        qkv = heads_of(linear(own, "self_attention.query_key_value", h), n + 2 * k)
         turned = rotated(qkv[:, : n + k], half, theta, adjacent=True)
         h = attention(turned[:, :n], turned[:, n:], qkv[:, n + k :])
-        x = x + _linear(own, "self_attention.dense", h)
+        x = x + linear(own, "self_attention.dense", h)
         h = rms(x, own["post_attention_layernorm.weight"], eps)
-        gate, up = np.split(_linear(own, "mlp.dense_h_to_4h", h), 2, axis=-1)
-        x = x + _linear(own, "mlp.dense_4h_to_h", silu(gate) * up)
+        gate, up = np.split(linear(own, "mlp.dense_h_to_4h", h), 2, axis=-1)
+        x = x + linear(own, "mlp.dense_4h_to_h", silu(gate) * up)
     x = rms(x, t["transformer.encoder.final_layernorm.weight"], eps)
     return x @ t["transformer.output_layer.weight"].T
 
@@ -76,12 +79,12 @@ def telechat2(config: Config, t: Tensors, ids: Array) -> Array:
     alpha = 2 ** math.ceil(math.log2(config["training_seqlen"] / config["base_seqlen"]) + 1) - 1
     theta = 10000 * max(alpha, 1) ** (width / (width - 2))
     for i in range(config["n_layer"]):
-        own = _layer(t, f"transformer.h.{i}.")
+        own = layer_of(t, f"transformer.h.{i}.")
         h = rms(x, own["input_layernorm.weight"], eps)
-        q = _heads(_linear(own, "self_attention.query", h), n)
-        keys, v = np.split(_heads(_linear(own, "self_attention.key_value", h), k), 2, axis=-1)
+        q = heads_of(linear(own, "self_attention.query", h), n)
+        keys, v = np.split(heads_of(linear(own, "self_attention.key_value", h), k), 2, axis=-1)
         h = attention(rotated(q, width, theta), rotated(keys, width, theta), v)
-        x = x + _linear(own, "self_attention.dense", h)
+        x = x + linear(own, "self_attention.dense", h)
         x = x + _gated(own, rms(x, own["post_attention_layernorm.weight"], eps))
     return rms(x, t["transformer.ln_f.weight"], eps) @ t["lm_head.weight"].T
 
@@ -96,15 +99,15 @@ def _llama(
     x, eps = factor * t["model.embed_tokens.weight"][ids], config["rms_norm_eps"]
     n, k = config["num_attention_heads"], config["num_key_value_heads"]
     for i in range(config["num_hidden_layers"]):
-        x, own = before(i, x), _layer(t, f"model.layers.{i}.")
+        x, own = before(i, x), layer_of(t, f"model.layers.{i}.")
         h, theta = rms(x, own["input_layernorm.weight"], eps), config.get("rope_theta", 10000.0)
         q, keys, v = (
-            _heads(_linear(own, f"self_attn.{name}_proj", h), count)
+            heads_of(linear(own, f"self_attn.{name}_proj", h), count)
             for name, count in (("q", n), ("k", k), ("v", k))
         )
         q, keys = (rotated(one, one.shape[-1], theta) for one in (q, keys))
         made = attention(q, keys, v, config.get("sliding_window"))
-        x = x + _linear(own, "self_attn.o_proj", made)
+        x = x + linear(own, "self_attn.o_proj", made)
         x = x + _gated(own, rms(x, own["post_attention_layernorm.weight"], eps))
     return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
 
@@ -139,18 +142,18 @@ def plamo3(config: Config, t: Tensors, ids: Array) -> Array:
         config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
     for i in range(config["num_hidden_layers"]):
-        own = _layer(t, f"model.layers.layers.{i}.")
+        own = layer_of(t, f"model.layers.layers.{i}.")
         full = (i + 1) % config["sliding_window_pattern"] == 0
         theta = config["rope_theta" if full else "rope_local_theta"]
         h = rms(x, own["pre_mixer_norm.weight"] + 1, eps)
-        q, keys, v = np.split(_heads(_linear(own, "mixer.qkv_proj", h), n + 2 * k), (n, n + k), 1)
+        q, keys, v = np.split(heads_of(linear(own, "mixer.qkv_proj", h), n + 2 * k), (n, n + k), 1)
         q = rotated(rms(q, own["mixer.q_norm.weight"] + 1, eps), width, theta)
         keys = rotated(rms(keys, own["mixer.k_norm.weight"] + 1, eps), width, theta)
         h = attention(q, keys, v, None if full else config["window_size"])
-        x = x + rms(_linear(own, "mixer.o_proj", h), own["post_mixer_norm.weight"] + 0.2, eps)
+        x = x + rms(linear(own, "mixer.o_proj", h), own["post_mixer_norm.weight"] + 0.2, eps)
         h = rms(x, own["pre_mlp_norm.weight"] + 1, eps)
-        gate, up = np.split(_linear(own, "mlp.gate_up_proj", h), 2, axis=-1)
-        h = _linear(own, "mlp.down_proj", silu(gate) * up)
+        gate, up = np.split(linear(own, "mlp.gate_up_proj", h), 2, axis=-1)
+        h = linear(own, "mlp.down_proj", silu(gate) * up)
         x = x + rms(h, own["post_mlp_norm.weight"] + 5**-1.5, eps)
     x = rms(x, t["model.norm.weight"] + 1, eps)
     return x @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T
@@ -172,7 +175,7 @@ def _sigmoid_experts(
 def openpangu_ultra(config: Config, t: Tensors, ids: Array) -> Array:
     x, eps = t["model.embed_tokens.weight"][ids], config["rms_norm_eps"]
     for i in range(config["num_hidden_layers"]):
-        own = _layer(t, f"model.layers.{i}.")
+        own = layer_of(t, f"model.layers.{i}.")
         h = rms(x, own["input_layernorm.weight"], eps)
         h, second = _latent(config, own, h), own["post_attention_layernorm.weight"]
         if config["sandwich_norm"]:
@@ -196,17 +199,17 @@ def _latent(config: Config, own: Tensors, h: Array) -> Array:
         for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank")
     )
     eps, theta = config["rms_norm_eps"], config.get("rope_theta", 10000.0)
-    q = _linear(own, "self_attn.q_a_proj", h)
+    q = linear(own, "self_attn.q_a_proj", h)
     q = rms(q, own["self_attn.q_a_layernorm.weight"], eps)
-    q = _heads(_linear(own, "self_attn.q_b_proj", q), n)
-    entry = _linear(own, "self_attn.kv_a_proj_with_mqa", h)
+    q = heads_of(linear(own, "self_attn.q_b_proj", q), n)
+    entry = linear(own, "self_attn.kv_a_proj_with_mqa", h)
     wide = rms(entry[:, :rank], own["self_attn.kv_a_layernorm.weight"], eps)
-    wide = _heads(_linear(own, "self_attn.kv_b_proj", wide), n)
+    wide = heads_of(linear(own, "self_attn.kv_b_proj", wide), n)
     shared = np.repeat(rotated(entry[:, None, rank:], turned, theta, adjacent=True), n, axis=1)
     own_part = rotated(q[..., nope:], turned, theta, adjacent=True)
     q = np.concatenate([q[..., :nope], own_part], axis=-1)
     k = np.concatenate([wide[..., :nope], shared], axis=-1)
-    return _linear(own, "self_attn.o_proj", attention(q, k, wide[..., nope:]))
+    return linear(own, "self_attn.o_proj", attention(q, k, wide[..., nope:]))
 
 
 def param2moe(config: Config, t: Tensors, ids: Array) -> Array:
@@ -216,15 +219,15 @@ def param2moe(config: Config, t: Tensors, ids: Array) -> Array:
     )
     turned, theta = int(width * config["partial_rotary_factor"]), config["rope_theta"]
     for i in range(config["num_hidden_layers"]):
-        own = _layer(t, f"model.layers.{i}.")
+        own = layer_of(t, f"model.layers.{i}.")
         h = rms(x, own["input_layernorm.weight"], eps)
-        qkv = _heads(_linear(own, "attention.query_key_value", h), n + 2 * k)
+        qkv = heads_of(linear(own, "attention.query_key_value", h), n + 2 * k)
         q, keys, v = np.split(qkv, (n, n + k), axis=1)
         if config["use_qk_norm"]:
             q = rms(q, own["attention.query_layernorm.weight"], eps)
             keys = rms(keys, own["attention.key_layernorm.weight"], eps)
         h = attention(rotated(q, turned, theta), rotated(keys, turned, theta), v)
-        x = x + _linear(own, "attention.dense", h)
+        x = x + linear(own, "attention.dense", h)
         h = rms(x, own["post_attention_layernorm.weight"], eps)
         if i < config["first_k_dense_replace"]:
             x = x + _gated(own, h)
@@ -241,13 +244,13 @@ def step3(config: Config, t: Tensors, ids: Array) -> Array:
     sparse = {int(one) for one in config["moe_layers_enum"].split(",")}
     width, theta = config["head_dim"], config.get("rope_theta", 500000.0)
     for i in range(config["num_hidden_layers"]):
-        own = _layer(t, f"model.layers.{i}.")
+        own = layer_of(t, f"model.layers.{i}.")
         h = rms(x, own["input_layernorm.weight"], eps)
-        q = rms(_linear(own, "self_attn.q_proj", h), own["self_attn.inter_norm.weight"], eps)
-        q = _heads(_linear(own, "self_attn.wq", q), config["num_attention_heads"])
-        k, v = (_heads(_linear(own, f"self_attn.{name}_proj", h), 1) for name in "kv")
+        q = rms(linear(own, "self_attn.q_proj", h), own["self_attn.inter_norm.weight"], eps)
+        q = heads_of(linear(own, "self_attn.wq", q), config["num_attention_heads"])
+        k, v = (heads_of(linear(own, f"self_attn.{name}_proj", h), 1) for name in "kv")
         h = attention(rotated(q, width, theta), rotated(k, width, theta), v)
-        x = x + _linear(own, "self_attn.o_proj", h)
+        x = x + linear(own, "self_attn.o_proj", h)
         h = rms(x, own["post_attention_layernorm.weight"], eps)
         if i not in sparse:
             x = x + _gated(own, h)

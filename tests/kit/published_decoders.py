@@ -6,14 +6,12 @@ It shares no code with the engine; see ``kit.published_code``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from kit.bailing import Array, Tensors, rms, sigmoid, silu
-
-type Config = Mapping[str, Any]
+from kit.published_code import Config, heads_of, layer_of, linear
 
 
 def logits(name: str, config: Config, tensors: Tensors, ids: Array) -> Array:  # [T, V]
@@ -22,21 +20,9 @@ def logits(name: str, config: Config, tensors: Tensors, ids: Array) -> Array:  #
     return MODELS[name](config, exact, ids)
 
 
-def _layer(tensors: Tensors, start: str) -> Tensors:
-    return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
-
-
-def _linear(tensors: Tensors, name: str, h: Array) -> Array:
-    return h @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0.0)
-
-
-def _heads(x: Array, count: int) -> Array:  # [T, N * H] -> [T, N, H]
-    return x.reshape(len(x), count, -1)
-
-
 def _gated(tensors: Tensors, h: Array, start: str = "mlp.", act: Any = silu) -> Array:
-    gate, up = (_linear(tensors, f"{start}{name}_proj", h) for name in ("gate", "up"))
-    return _linear(tensors, f"{start}down_proj", act(gate) * up)
+    gate, up = (linear(tensors, f"{start}{name}_proj", h) for name in ("gate", "up"))
+    return linear(tensors, f"{start}down_proj", act(gate) * up)
 
 
 def _gelu_tanh(x: Array) -> Array:
@@ -92,17 +78,17 @@ def rnj1(config: Config, t: Tensors, ids: Array) -> Array:
     number = np.arange(size) // (config["sliding_window"] // 2)
     near = number[:, None] - number <= 1
     for i, kind in enumerate(config["layer_types"]):
-        own = _layer(t, f"model.layers.{i}.")
+        own = layer_of(t, f"model.layers.{i}.")
         section = config["rope_parameters"].get(kind, config["rope_parameters"])
         h = rms(x, own["input_layernorm.weight"] + 1, eps)
         q, keys, v = (
-            _heads(_linear(own, f"self_attn.{name}_proj", h), count)
+            heads_of(linear(own, f"self_attn.{name}_proj", h), count)
             for name, count in (("q", n), ("k", k), ("v", k))
         )
         q = turned(rms(q, own["self_attn.q_norm.weight"] + 1, eps), section)
         keys = turned(rms(keys, own["self_attn.k_norm.weight"] + 1, eps), section)
         seen = before(size) & (near | (kind == "full_attention"))
-        h = _linear(own, "self_attn.o_proj", attended(q, keys, v, seen, scale))
+        h = linear(own, "self_attn.o_proj", attended(q, keys, v, seen, scale))
         x = x + rms(h, own["post_attention_layernorm.weight"] + 1, eps)
         h = rms(x, own["pre_feedforward_layernorm.weight"] + 1, eps)
         h = _gated(own, h, act=_gelu_tanh)
@@ -116,7 +102,7 @@ def rnj1(config: Config, t: Tensors, ids: Array) -> Array:
 def mistral_large3(config: Config, t: Tensors, ids: Array) -> Array:
     x, eps = t["model.embed_tokens.weight"][ids], config["rms_norm_eps"]
     for i in range(config["num_hidden_layers"]):
-        own = _layer(t, f"model.layers.{i}.")
+        own = layer_of(t, f"model.layers.{i}.")
         x = x + _mistral_latent(config, own, rms(x, own["input_layernorm.weight"], eps))
         h = rms(x, own["post_attention_layernorm.weight"], eps)
         if i < config["first_k_dense_replace"]:
@@ -143,12 +129,12 @@ def _mistral_latent(config: Config, own: Tensors, h: Array) -> Array:
         for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank")
     )
     eps, section = config["rms_norm_eps"], config["rope_parameters"]
-    q = _linear(own, "self_attn.q_a_proj", h)
+    q = linear(own, "self_attn.q_a_proj", h)
     q = rms(q, own["self_attn.q_a_layernorm.weight"], eps)
-    q = _heads(_linear(own, "self_attn.q_b_proj", q), n)
-    entry = _linear(own, "self_attn.kv_a_proj_with_mqa", h)
+    q = heads_of(linear(own, "self_attn.q_b_proj", q), n)
+    entry = linear(own, "self_attn.kv_a_proj_with_mqa", h)
     both = rms(entry[:, :rank], own["self_attn.kv_a_layernorm.weight"], eps)
-    both = _heads(_linear(own, "self_attn.kv_b_proj", both), n)
+    both = heads_of(linear(own, "self_attn.kv_b_proj", both), n)
     scale, quotient = (nope + wide) ** -0.5, 1.0
     if section["rope_type"] == "yarn" and section.get("attention_factor") != 1:
         rates = section.get("mscale", 1), section.get("mscale_all_dim", 0)
@@ -162,38 +148,38 @@ def _mistral_latent(config: Config, own: Tensors, h: Array) -> Array:
     q = q * (1 + growth["beta"] * np.log(1 + at))[:, None, None]
     keys = np.concatenate([both[..., :nope], keys], axis=-1)
     out = attended(q, keys, both[..., nope:], before(len(h)), scale)
-    return _linear(own, "self_attn.o_proj", out)
+    return linear(own, "self_attn.o_proj", out)
 
 
 def nemotron_h_puzzle(config: Config, t: Tensors, ids: Array) -> Array:
     x, eps = t["backbone.embeddings.weight"][ids], config.get("layer_norm_epsilon", 1e-5)
     mixers = {"mamba": _mamba2, "attention": _plain, "mlp": _squared, "moe": _squared_experts}
     for i, block in enumerate(config["block_configs"]):
-        own = _layer(t, f"backbone.layers.{i}.")
+        own = layer_of(t, f"backbone.layers.{i}.")
         h = rms(x, own["norm.weight"], eps)
-        x = x + mixers[block["block_type"]]({**config, **block}, _layer(own, "mixer."), h)
+        x = x + mixers[block["block_type"]]({**config, **block}, layer_of(own, "mixer."), h)
     return rms(x, t["backbone.norm_f.weight"], eps) @ t["lm_head.weight"].T
 
 
 def _plain(config: Config, own: Tensors, h: Array) -> Array:
     n, k = config["num_attention_heads"], config["num_key_value_heads"]
     q, keys, v = (
-        _heads(_linear(own, f"{name}_proj", h), count)
+        heads_of(linear(own, f"{name}_proj", h), count)
         for name, count in (("q", n), ("k", k), ("v", k))
     )
     seen = before(len(h), config.get("sliding_window"))
-    return _linear(own, "o_proj", attended(q, keys, v, seen, config["head_dim"] ** -0.5))
+    return linear(own, "o_proj", attended(q, keys, v, seen, config["head_dim"] ** -0.5))
 
 
 def _squared(_: Config, own: Tensors, h: Array, start: str = "") -> Array:
-    up = np.maximum(_linear(own, f"{start}up_proj", h), 0) ** 2
-    return _linear(own, f"{start}down_proj", up)
+    up = np.maximum(linear(own, f"{start}up_proj", h), 0) ** 2
+    return linear(own, f"{start}down_proj", up)
 
 
 def _squared_experts(config: Config, own: Tensors, h: Array) -> Array:
     scores, latent = sigmoid(h @ own["gate.weight"].T), h
     if config.get("moe_latent_size"):
-        latent = _linear(own, "fc1_latent_proj", h)
+        latent = linear(own, "fc1_latent_proj", h)
     made = np.zeros_like(latent)
     for at, one in enumerate(scores):
         biased = one + own["gate.e_score_correction_bias"]
@@ -202,7 +188,7 @@ def _squared_experts(config: Config, own: Tensors, h: Array) -> Array:
             weight = config["routed_scaling_factor"] * one[expert] / one[chosen].sum()
             made[at] += weight * _squared(config, own, latent[at], f"experts.{expert}.")
     if config.get("moe_latent_size"):
-        made = _linear(own, "fc2_latent_proj", made)
+        made = linear(own, "fc2_latent_proj", made)
     return made + _squared(config, own, h, "shared_experts.")
 
 
@@ -210,15 +196,15 @@ def _mamba2(config: Config, own: Tensors, h: Array) -> Array:
     n, size, groups = config["mamba_num_heads"], config["ssm_state_size"], config["n_groups"]
     inner, length = n * config["mamba_head_dim"], len(h)
     z, mixed, steps = np.split(
-        _linear(own, "in_proj", h), (inner, 2 * (inner + groups * size)), axis=-1
+        linear(own, "in_proj", h), (inner, 2 * (inner + groups * size)), axis=-1
     )
     taps = own["conv1d.weight"][:, 0]  # [C, 4]
     past = np.concatenate([np.zeros((taps.shape[1] - 1, mixed.shape[1])), mixed])
     mixed = sum(past[i : i + length] * taps[:, i] for i in range(taps.shape[1]))
     mixed = silu(mixed + own["conv1d.bias"])
     x, b, c = np.split(mixed, (inner, inner + groups * size), axis=-1)
-    x = _heads(x, n)
-    b, c = (np.repeat(_heads(one, groups), n // groups, axis=1) for one in (b, c))
+    x = heads_of(x, n)
+    b, c = (np.repeat(heads_of(one, groups), n // groups, axis=1) for one in (b, c))
     steps = np.log1p(np.exp(steps + own["dt_bias"]))  # [T, N]
     decay = np.exp(-steps * np.exp(own["A_log"]))
     state, found = np.zeros((n, config["mamba_head_dim"], size)), list[Array]()
@@ -228,16 +214,16 @@ def _mamba2(config: Config, own: Tensors, h: Array) -> Array:
         found.append((state * c[at, :, None]).sum(-1) + own["D"][:, None] * x[at])
     y = (np.stack(found).reshape(length, inner) * silu(z)).reshape(length, groups, -1)
     y = rms(y, 1.0, config.get("layer_norm_epsilon", 1e-5)).reshape(length, inner)
-    return _linear(own, "out_proj", y * own["norm.weight"])
+    return linear(own, "out_proj", y * own["norm.weight"])
 
 
 def longcat_flash_ngram(config: Config, t: Tensors, ids: Array) -> Array:
     x, eps = _ngram_mean(config, t, ids), config["rms_norm_eps"]
     for i in range(config["num_layers"]):
-        own, later = _layer(t, f"model.layers.{i}."), np.zeros_like(x)
+        own, later = layer_of(t, f"model.layers.{i}."), np.zeros_like(x)
         for part in range(2):
             h = rms(x, own[f"input_layernorm.{part}.weight"], eps)
-            x = x + _scaled_latent(config, _layer(own, f"self_attn.{part}."), h)
+            x = x + _scaled_latent(config, layer_of(own, f"self_attn.{part}."), h)
             h = rms(x, own[f"post_attention_layernorm.{part}.weight"], eps)
             if part == 0:
                 later = _or_zero_experts(config, own, h)
@@ -269,16 +255,16 @@ def _ngram_mean(config: Config, t: Tensors, ids: Array) -> Array:
 def _scaled_latent(config: Config, own: Tensors, h: Array) -> Array:
     n, nope, rank = (config[k] for k in ("num_attention_heads", "qk_nope_head_dim", "kv_lora_rank"))
     width, section = h.shape[1], {"rope_type": "default", "rope_theta": 1e7}
-    q = rms(_linear(own, "q_a_proj", h), own["q_a_layernorm.weight"], 1e-6)
-    q = _heads(_linear(own, "q_b_proj", q), n) * (width / config["q_lora_rank"]) ** 0.5
-    entry = _linear(own, "kv_a_proj_with_mqa", h)
+    q = rms(linear(own, "q_a_proj", h), own["q_a_layernorm.weight"], 1e-6)
+    q = heads_of(linear(own, "q_b_proj", q), n) * (width / config["q_lora_rank"]) ** 0.5
+    entry = linear(own, "kv_a_proj_with_mqa", h)
     both = rms(entry[:, :rank], own["kv_a_layernorm.weight"], 1e-6) * (width / rank) ** 0.5
-    both = _heads(_linear(own, "kv_b_proj", both), n)
+    both = heads_of(linear(own, "kv_b_proj", both), n)
     keys = np.repeat(turned(entry[:, None, rank:], section, adjacent=True), n, axis=1)
     keys = np.concatenate([both[..., :nope], keys], axis=-1)
     q = np.concatenate([q[..., :nope], turned(q[..., nope:], section, adjacent=True)], axis=-1)
     out = attended(q, keys, both[..., nope:], before(len(h)), q.shape[-1] ** -0.5)
-    return _linear(own, "o_proj", out)
+    return linear(own, "o_proj", out)
 
 
 def _or_zero_experts(config: Config, own: Tensors, h: Array) -> Array:
@@ -300,17 +286,17 @@ def iquest_loop(config: Config, t: Tensors, ids: Array) -> Array:
     scale, first = (config["hidden_size"] // n) ** -0.5, list[tuple[Array, Array]]()
     for second in (False, True):
         for i in range(config["num_hidden_layers"]):
-            own = _layer(t, f"model.layers.{i}.")
+            own = layer_of(t, f"model.layers.{i}.")
             h = rms(x, own["input_layernorm.weight"], eps)
             q, keys, v = (
-                _heads(_linear(own, f"self_attn.{name}_proj", h), count)
+                heads_of(linear(own, f"self_attn.{name}_proj", h), count)
                 for name, count in (("q", n), ("k", k), ("v", k))
             )
             q, keys = (turned(one, section) for one in (q, keys))
             if second:
                 near = before(len(ids), config["loop_window_size"])
                 near, far = (
-                    _heads(attended(q, *pair, seen, scale), n)
+                    heads_of(attended(q, *pair, seen, scale), n)
                     for pair, seen in (((keys, v), near), (first[i], before(len(ids))))
                 )
                 start = f"model.gate_projections.{i}."
@@ -320,7 +306,7 @@ def iquest_loop(config: Config, t: Tensors, ids: Array) -> Array:
             else:
                 first.append((keys, v))
                 out = attended(q, keys, v, before(len(ids)), scale)
-            x = x + _linear(own, "self_attn.o_proj", out)
+            x = x + linear(own, "self_attn.o_proj", out)
             x = x + _gated(own, rms(x, own["post_attention_layernorm.weight"], eps))
     return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
 

@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from itertools import count
 from math import gcd
 from typing import Any
 
@@ -254,12 +253,13 @@ def limits_of(
         return missing_size(limits.buckets, limits, max_num_seqs)
 
     mixed = config.max_num_mixed_tokens
-    if align > 1 and (words := missing(chunk, mixed)):
+    limits = of_tokens(chunk, mixed)
+    if align > 1 and (words := missing_size(limits.buckets, limits, max_num_seqs)):
         raise ConfigError(
             f"this model computes prompts in multiples of {align} tokens, and no step holds "
             f"{words}; {_remedy(chunk, mixed, align, missing)}"
         )
-    return of_tokens(chunk, mixed)
+    return limits
 
 
 def _remedy(
@@ -269,7 +269,8 @@ def _remedy(
     step is ``missing``.
     """
     of_chunk, of_mixed = f"max_num_batched_tokens ({chunk})", f"max_num_mixed_tokens ({mixed})"
-    for size in (align << i for i in count()):
+    size = align
+    while True:  # a large step holds every prompt
         raised = max(chunk, size), None if mixed is None else max(mixed, size)
         if not missing(raised[0], mixed):
             return f"raise {of_chunk} to {size} or more"
@@ -277,7 +278,7 @@ def _remedy(
             return f"raise {of_mixed} to {size} or more"
         if not missing(*raised):
             return f"raise {of_chunk} and {of_mixed} to {size} or more"
-    raise AssertionError("a large step holds every prompt")
+        size *= 2
 
 
 def _context(config: EngineConfig, model: Model) -> int:
