@@ -3,7 +3,8 @@
 FOLDER holds runs of the presets in ``configs/bench``, under the names that the file of published
 ratios (``bench/results/peers/published.json``) gives them. A ratio says how many times as fast as
 vLLM an engine is (of ``openinfer-offload``: how many times as fast a restored prompt is as a
-computed one). Ours below 1 come first. Prints Markdown.
+computed one); ours have a column for each peer of the runs. Those of ours below 1, of any figure of
+a run, come first. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -29,20 +30,37 @@ WORDS: Mapping[str, str] = {
 type Ours = tuple[float, tuple[float, float] | None]  # a ratio and its 95 % interval
 
 
-def ours_of(folder: Path, point: Mapping[str, Any], figure: str) -> Ours | None:
-    """Our ratio of a published point's workload; None if no run has it."""
+PEERS: Mapping[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def ours_of(folder: Path, point: Mapping[str, Any], figure: str, peer: str) -> Ours | None:
+    """Our ratio to a peer of a published point's workload; None if no run has it."""
     rate = point["rate"]
     for path in sorted(folder.glob(f"{point['run']}*/result.json")):
         result = json.loads(path.read_text())
         for one in result.get("tiers", ()):
-            if one["length"] == rate and figure in one:
+            if one["length"] == rate and figure in one and peer == "vllm":
                 return one[figure], None
         for one in result.get("ratios", {}).values():
-            is_same = one["peer"] == "vllm" and (rate is None or one["rate"] == rate)
+            is_same = one["peer"] == peer and (rate is None or one["rate"] == rate)
             if is_same and figure in one["figures"]:
                 found = one["figures"][figure]
                 return times_as_fast(figure, found["median"], found["interval"])
     return None
+
+
+def below_one(folder: Path) -> list[str]:
+    """A line for each figure of a run in which we are slower than a peer."""
+    lines: list[str] = []
+    for path in sorted(folder.glob("*/result.json")):
+        for one in json.loads(path.read_text()).get("ratios", {}).values():
+            rate = f", {one['rate']:g} requests a second" if one["rate"] is not None else ""
+            for figure, found in one["figures"].items():
+                ratio, interval = times_as_fast(figure, found["median"], found["interval"])
+                if ratio < 1:
+                    where = f"- {path.parent.name}{rate}: {figure}, next to {PEERS[one['peer']]}"
+                    lines.append(f"{where}: {_shown(ratio, interval)}")
+    return lines
 
 
 def times_as_fast(figure: str, ratio: float, interval: Sequence[float] | None) -> Ours:
@@ -55,23 +73,20 @@ def times_as_fast(figure: str, ratio: float, interval: Sequence[float] | None) -
 def lines_of(folder: Path, published: Sequence[Mapping[str, Any]]) -> list[str]:
     """The list of our ratios below 1, and the table."""
     rows: list[list[str]] = []
-    slower: list[str] = []
     for group in published:
         points, figure = group["points"], group["figure"]
-        what = f"{group['workload']}: {WORDS[figure]}"
-        found = [ours_of(folder, point, figure) for point in points]
-        for point, ours in zip(points, found, strict=True):
-            if ours is not None and ours[0] < 1:
-                slower.append(
-                    f"- {what}, at {point['point']}: {_shown(*ours)}".replace(", at :", ":")
-                )
-        cells = (
+        cells = [
             [point["point"] for point in points],
             [f"{point['times_as_fast']:.2f}" for point in points],
-            ["–" if ours is None else f"{ours[0]:.2f}" for ours in found],
-        )
+        ]
+        for peer in PEERS:
+            found = [ours_of(folder, point, figure, peer) for point in points]
+            cells.append(["–" if ours is None else f"{ours[0]:.2f}" for ours in found])
+        what = f"{group['workload']}: {WORDS[figure]}"
         rows.append([what, group["source"], *(" / ".join(cell) for cell in cells)])
-    heads = ["workload and figure", "published by", "at", "theirs", "here"]
+    heads = ["workload and figure", "published by", "at", "theirs"]
+    heads += [f"here, {name}" for name in PEERS.values()]
+    slower = below_one(folder)
     return [*(["Below 1 here:", "", *slower, ""] if slower else []), *table(heads, rows)]
 
 

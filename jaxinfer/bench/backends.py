@@ -25,6 +25,7 @@ class Backend:
     arguments: tuple[str, ...]
     takes_token_ids: bool = True
     streams_usage: bool = True  # else counts are asked for without a stream
+    version_route: str = "/version"  # of a server that runs already
     lists_models: bool = True  # else requests name the model as it was given
     omitted: frozenset[str] = frozenset()  # fields of requests that it refuses
     to_the_end: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -50,6 +51,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 "sglang",
                 "sglang",
                 ("-m", "sglang.launch_server", "--model-path", "{model}", *HOST),
+                version_route="/server_info",
             ),
             Backend(
                 "llamacpp",

@@ -226,7 +226,7 @@ class Comparison:
         with closing(Client(url)) as client:
             model = await self._model(peer, client, until)
             if not self.versions.get(peer.name):
-                self.versions[peer.name] = await version_of(client)
+                self.versions[peer.name] = await version_of(client, peer.backend.version_route)
             target = Target(
                 *(client, model, given.endpoint, process.pid if process else None),
                 shows_progress=not given.disable_tqdm,
@@ -280,9 +280,9 @@ async def _awaited[T](wait: Coroutine[Any, Any, T]) -> T:
     return await wait
 
 
-async def version_of(client: Client) -> str:
-    """The answer of the server's ``/version``; "" of a server without that route."""
-    answer = await client.get("/version")
+async def version_of(client: Client, route: str) -> str:
+    """The version in the answer of a server's route; "" of a server without that route."""
+    answer = await client.get(route)
     try:
         return str(json.loads(answer.body)["version"])
     except (ValueError, LookupError, TypeError):

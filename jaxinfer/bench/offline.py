@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -45,22 +45,25 @@ type ReadSettings = Callable[[list[str]], dict[str, Any]]  # the engine's flags,
 
 type Call = Callable[[Sequence[Query]], list[Record]]  # one call: a record for each prompt
 
-VLLM = "vllm"
+PEERS: Mapping[str, str] = MappingProxyType(  # that ``throughput`` knows, and what takes --args
+    {"vllm": "LLM", "sglang": "Engine"}
+)
 GREEDY: Mapping[str, Any] = MappingProxyType({"temperature": 0.0})  # unless a flag says otherwise
 LATENCY_PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)  # vLLM's
 
 
 def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
-    """Tokens a second of many prompts given at once, next to vLLM's if asked; the exit code."""
+    """Tokens a second of many prompts given at once, next to other engines'; the exit code."""
     parser = Parser("throughput", "Tokens a second of many prompts at once, without a server.")
     add_workload(parser)
     parser.add_argument("--num-iters", type=count, default=3, help="calls that are timed")
     parser.add_argument("--num-iters-warmup", type=int, default=1, help="calls that are not")
-    group = parser.add_argument_group("vllm, in turns with jaxinfer and on the same device")
-    group.add_argument("--backends", choices=(OURS, f"{OURS},{VLLM}"), default=OURS)
-    group.add_argument("--python-vllm", default=sys.executable, metavar="PATH")
-    group.add_argument("--model-vllm")
-    group.add_argument("--args-vllm", type=json_object, default={}, help="of its LLM, JSON")
+    parser.add_argument("--backends", type=_backends, default=(OURS,), help=_backends.__doc__)
+    for name, takes in PEERS.items():
+        group = parser.add_argument_group(f"{name}, in turns with jaxinfer, on the same device")
+        group.add_argument(f"--python-{name}", default=sys.executable, metavar="PATH")
+        group.add_argument(f"--model-{name}")
+        group.add_argument(f"--args-{name}", type=json_object, default={}, help=f"of {takes}, JSON")
     add_profile(parser)
     add_output(parser)
     given, more = parser.parse_known_args(arguments)
@@ -74,14 +77,14 @@ def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
         metrics=("e2el",),
     )
     folder = Folder.create(given.output or default_path("throughput"), run)
-    with finished(folder), _peer(given, settings, folder) as peer:
-        llm = engine_of(settings)  # while the peer starts as well
+    with finished(folder), _peers(given, settings, folder) as peers:
+        llm = engine_of(settings)  # while the peers start as well
         folder.environment |= device_of(llm)
         if given.vocab_size is None and given.tokenizer is None:
             given.vocab_size = llm.model.config.vocab_size
         calls: dict[str, Call] = {OURS: lambda queries: _timed(llm, queries, fields)}
-        if peer is not None:
-            calls[VLLM] = _calls_of(peer, fields, folder)
+        for name, peer in peers.items():
+            calls[name] = _calls_of(name, peer, fields, folder)
         for number in range(-given.num_iters_warmup, given.num_iters):
             # other prompts than before: no prefix is cached
             queries = requests.queries(given.num_prompts, given.num_iters_warmup + number)
@@ -93,28 +96,41 @@ def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
     return _printed(folder)
 
 
+def _backends(text: str) -> tuple[str, ...]:
+    """jaxinfer, and with commas vllm, sglang"""
+    names = tuple(dict.fromkeys(text.split(",")))
+    if OURS not in names or set(names) - {OURS, *PEERS}:
+        known = f"{OURS} and any of {', '.join(PEERS)}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {known}")
+    return names
+
+
 @contextmanager
-def _peer(
+def _peers(
     given: argparse.Namespace, settings: Mapping[str, Any], folder: Folder
-) -> Generator[OfflinePeer | None]:
-    """vLLM's process while it is needed; None without it."""
-    if VLLM not in given.backends.split(","):
-        yield None
-        return
-    model = given.model_vllm or settings.get("model")
-    if model is None:
-        raise BenchError("vllm has no model; give --model or --model-vllm")
-    with OfflinePeer(given.python_vllm, model, given.args_vllm, folder.log_path(VLLM)) as peer:
-        yield peer
+) -> Generator[dict[str, OfflinePeer]]:
+    """The other engines' processes while they are needed."""
+    peers: dict[str, OfflinePeer] = {}
+    with ExitStack() as stack:
+        for name in given.backends:
+            if name == OURS:
+                continue
+            own = {key: getattr(given, f"{key}_{name}") for key in ("python", "model", "args")}
+            model = own["model"] or settings.get("model")
+            if model is None:
+                raise BenchError(f"{name} has no model; give --model or --model-{name}")
+            peer = OfflinePeer(name, own["python"], model, own["args"], folder.log_path(name))
+            peers[name] = stack.enter_context(peer)
+        yield peers
 
 
-def _calls_of(peer: OfflinePeer, fields: Mapping[str, Any], folder: Folder) -> Call:
+def _calls_of(name: str, peer: OfflinePeer, fields: Mapping[str, Any], folder: Folder) -> Call:
     """Timed calls of a peer, once it is ready; every call of one that has ended raises
     ``NotReady``.
     """
     reason = ""
     try:
-        folder.environment["engines"] = {VLLM: peer.wait()}
+        folder.environment.setdefault("engines", {})[name] = peer.wait()
     except NotReady as error:
         reason = str(error)
 

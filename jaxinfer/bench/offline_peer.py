@@ -1,4 +1,4 @@
-"""Another engine's ``LLM.generate`` in its own interpreter, for ``jaxinfer bench throughput``."""
+"""Another engine's ``generate`` in its own interpreter, for ``jaxinfer bench throughput``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxinfer.bench.offer import NotReady
 from jaxinfer.bench.records import Record
 from jaxinfer.bench.workload import Query
 
-SCRIPT = Path(__file__).with_name("vllm_calls.py")  # given as text: see ``OfflinePeer``
+SCRIPT = Path(__file__).with_name("peer_calls.py")  # given as text: see ``OfflinePeer``
 END_SECONDS = 20.0  # that an engine may take to end by itself
 
 
@@ -27,9 +27,11 @@ class OfflinePeer:
     of the standard library; so the script is given as a text.
     """
 
-    def __init__(self, python: str, model: str, arguments: Mapping[str, Any], log: Path) -> None:
+    def __init__(
+        self, engine: str, python: str, model: str, arguments: Mapping[str, Any], log: Path
+    ) -> None:
         self._log, self._process = log, None
-        command = [python, "-c", SCRIPT.read_text("utf-8"), model, json.dumps(arguments)]
+        command = [python, "-c", SCRIPT.read_text("utf-8"), engine, model, json.dumps(arguments)]
         try:
             with log.open("wb") as file:
                 self._process = subprocess.Popen(

@@ -11,6 +11,11 @@ import json
 from typing import Any
 
 GAP = 0.01  # seconds between two words
+LISTINGS: dict[str, Any] = {
+    "/v1/models": {"data": [{"id": "stub"}]},
+    "/version": {"version": "0"},
+    "/server_info": {"version": "0.5"},  # SGLang's
+}
 
 
 class StubServer:
@@ -46,7 +51,7 @@ class StubServer:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         method, path, _ = head.split(" ", 2)
         if method == "GET":
-            listing = {"data": [{"id": "stub"}]} if path == "/v1/models" else {"version": "0"}
+            listing = LISTINGS.get(path, {})
             writer.write(plain("200 OK", json.dumps(listing)))
             return True
         lines = head.lower().splitlines()

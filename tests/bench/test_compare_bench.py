@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ import pytest
 from click.testing import CliRunner
 
 from jaxinfer.bench import compare, verify
+from jaxinfer.bench.backends import BACKENDS
+from jaxinfer.bench.client import Client
 from jaxinfer.cli.main import cli
 from jaxinfer.core.config import cache_root
 from jaxinfer.core.errors import BenchError
+from tests.bench.stub_server import StubServer
 
 STUB = f"{sys.executable} {Path(__file__).with_name('stub_process.py')} {{port}}"
 LOAD = ("--num-prompts=3", "--random-input-len=5", "--random-output-len=3", "--vocab-size=50")
@@ -75,6 +80,19 @@ def test_a_comparison_with_a_missing_and_a_dying_peer(tmp_path: Path) -> None:
     assert len(workloads) == 1  # the same prompts and times
     assert verify.main([str(path)]) == 0
     assert len(pids(path)) == 6 and not any(map(alive, pids(path)))
+
+
+@pytest.mark.parametrize(
+    "route, version",
+    [(BACKENDS["vllm"].version_route, "0"), (BACKENDS["sglang"].version_route, "0.5"), ("/no", "")],
+)
+def test_a_server_that_runs_is_asked_for_its_version(route: str, version: str) -> None:
+    async def ask() -> str:
+        async with StubServer() as server:
+            with closing(Client(server.url)) as client:
+                return await compare.version_of(client, route)
+
+    assert asyncio.run(ask()) == version
 
 
 def test_rounds_alternate_and_differ_and_a_run_is_resumed(

@@ -40,6 +40,21 @@ class LLM:
             for one, params in zip(prompts, sampling, strict=True)
         ]
 """
+SGLANG = """
+__version__ = "0.0.2"
+class Engine:
+    def __init__(self, model_path, calls):
+        assert model_path == "m"
+    def generate(self, input_ids, sampling_params):
+        assert len(input_ids) == len(sampling_params)
+        for fields in sampling_params:
+            count = fields.pop("max_new_tokens")
+            assert fields == {"temperature": 0.7, "top_k": 5, "ignore_eos": True}, fields
+        return [
+            {"meta_info": {"prompt_tokens": len(one), "completion_tokens": count}}
+            for one in input_ids
+        ]
+"""
 FLAGS = ["--random-input-len=5", "--random-output-len=4", "--num-prompts=2", "--num-iters=2"]
 FLAGS += ["--temperature=0.7", "--top-k=5", "--ignore-eos", "--backends=jaxinfer,vllm"]
 
@@ -65,10 +80,12 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str, calls: int = 3
     monkeypatch.setattr(offline, "engine_of", lambda _: Ours())
     monkeypatch.setattr(offline, "device_of", lambda _: {"device": "none"})
     (path / "vllm.py").write_text(VLLM)
+    (path / "sglang.py").write_text(SGLANG)
     python = path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    own = [f"--python-vllm={python}", f'--args-vllm={{"calls": {calls}}}']
+    own = [f"--python-{name}={python}" for name in offline.PEERS]
+    own += [f'--args-{name}={{"calls": {calls}}}' for name in offline.PEERS]
     given = [*FLAGS, *own, f"--output={path / 'run'}", *flags]
     return offline.throughput(given, lambda _: {"model": "m"})
 
@@ -92,6 +109,25 @@ def test_both_engines_are_called_in_turns_with_the_same_prompts(
     pid = (tmp_path / "run" / "vllm.log").read_text().split()[1]
     assert not Path(f"/proc/{pid}").exists()
     assert verify.main([str(tmp_path / "run")]) == 0
+
+
+def test_three_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(tmp_path, monkeypatch, "--backends=jaxinfer,vllm,sglang") == 0
+    names = [one["name"] for one in read(tmp_path, "run")["series"]]
+    assert names == ["call-0", "vllm-0", "sglang-0", "vllm-1", "sglang-1", "call-1"]
+    assert {one["reason"] for one in read(tmp_path)["ratios"].values()} == {""}
+    assert list(read(tmp_path)["ratios"]) == ["vllm", "sglang"]
+    versions = {"vllm": "0.0.1", "sglang": "0.0.2"}
+    assert read(tmp_path, "environment")["engines"] == versions
+
+
+@pytest.mark.parametrize("backends", ["vllm", "jaxinfer,llamacpp", ""])
+def test_backends_that_throughput_does_not_know_are_refused(
+    backends: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        offline.throughput([f"--backends={backends}"], lambda _: {})
+    assert "is not a list of jaxinfer and any of vllm, sglang" in capsys.readouterr().err
 
 
 def test_an_engine_that_ends_midway_is_missing_from_then_on(

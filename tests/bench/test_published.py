@@ -37,7 +37,10 @@ def ratio(rate: float | None, **medians: float) -> dict[str, Any]:
 def test_our_ratios_stand_next_to_published_ones(tmp_path: Path) -> None:
     two = {"at 4": ratio(4, p50_ttft_ms=0.5), "at 8": ratio(8, p50_ttft_ms=2.0)}
     write(tmp_path / "qps-low", ratios=two)
-    write(tmp_path / "offline", ratios={"vllm": ratio(None, output_throughput=0.8)})
+    sglang = ratio(None, output_throughput=1.25) | {"peer": "sglang"}
+    write(
+        tmp_path / "offline", ratios={"vllm": ratio(None, output_throughput=0.8), "sglang": sglang}
+    )
     write(tmp_path / "tiers", tiers=[{"length": 256, "cold_over_host": 3.0}])
     lines = lines_of(
         tmp_path,
@@ -50,14 +53,14 @@ def test_our_ratios_stand_next_to_published_ones(tmp_path: Path) -> None:
     assert lines[:5] == [
         "Below 1 here:",
         "",
-        "- a load: TTFT p50, at 8: 0.50 (0.25 to 0.50)",
-        "- a load: output tokens/s: 0.80 (0.80 to 1.60)",
+        "- offline: output_throughput, next to vLLM: 0.80 (0.80 to 1.60)",
+        "- qps-low, 8 requests a second: p50_ttft_ms, next to vLLM: 0.50 (0.25 to 0.50)",
         "",
     ]
-    assert [line.split(" | ")[-1] for line in lines[7:10]] == [
-        "2.00 / 0.50 / – |",
-        "0.80 |",
-        "3.00 / – |",
+    assert [" | ".join(line.split(" | ")[-2:]) for line in lines[7:10]] == [
+        "2.00 / 0.50 / – | – / – / – |",
+        "0.80 | 1.25 |",
+        "3.00 / – | – / – |",
     ]
 
 
