@@ -104,6 +104,29 @@ def _merge_splits(
 
 
 @triton.jit
+def _merge_tile(
+    accs,  # float32[SPLITS, G, H] of the row and kv head
+    m_l,  # float32[SPLITS, 2, G]: m_i, l_i
+    out,  # [G, H]
+    used,  # splits that have keys
+    dims,  # int32[H tile]
+    is_row,  # False for padding
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MERGE_TILE: tl.constexpr,
+):
+    """``_merge_splits`` for wide heads: one split after the other, all queries in a tile."""
+    heads = tl.arange(0, MERGE_TILE)
+    in_heads = heads < GROUP
+    inside = in_heads[:, None] & (dims < HEAD_DIM)[None, :]
+    result = merged(accs, m_l, used, heads, dims, in_heads, inside, GROUP, HEAD_DIM, SPLITS, SPLITS)
+    result = tl.where(is_row, result, 0.0)
+    to = heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + to, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _attend_scaled(
     query,  # [GROUP_TILE, DIM_TILE]
     m_i,  # float32[GROUP_TILE]: largest score plus exponent of its value's scale so far
@@ -181,6 +204,160 @@ def _attend_scaled(
 
 
 @triton.jit
+def _attend_pages(
+    query,  # [GROUP_TILE, DIM_TILE]
+    m_i,  # float32[GROUP_TILE]: largest score so far
+    l_i,  # float32[GROUP_TILE]: sum of exp2(score - m_i)
+    acc,  # float32[GROUP_TILE, DIM_TILE]
+    k_pages,  # [P, S, K, H]
+    v_pages,  # [P, S, K, H]
+    page_ids,  # int32[M] of the row
+    kv_head,
+    dims,  # int32[DIM_TILE]
+    keys,  # int32[BLOCK]
+    start,
+    end,
+    SCALE: tl.constexpr,  # of scores, times log2(e)
+    CAP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The keys from ``start`` to ``end`` in pages of the model's dtype."""
+    in_dim = dims < HEAD_DIM
+    for first in range(start, end, BLOCK):
+        position = first + keys
+        visible = position < end
+        page = tl.load(page_ids + position // PAGE_SIZE, mask=visible, other=0)
+        slot = (page * PAGE_SIZE + position % PAGE_SIZE).to(tl.int64)  # offsets exceed int32
+        at_key = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+        readable = visible[:, None] & in_dim[None, :]
+        k = tl.load(k_pages + at_key, mask=readable, other=0.0).to(query.dtype)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * SCALE
+        if CAP > 0:
+            scores = capped(scores, CAP)
+        # The first key of a block is always visible, so m_ij is never -inf.
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        m_ij = tl.maximum(m_i, tl.max(scores, 1))
+        alpha = tl.exp2(m_i - m_ij)
+        p = tl.exp2(scores - m_ij[:, None])
+        v = tl.load(v_pages + at_key, mask=readable, other=0.0).to(query.dtype)
+        pv = tl.dot(p.to(query.dtype), v, input_precision="ieee")
+        acc = acc * alpha[:, None] + pv
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_ij
+    return m_i, l_i, acc
+
+
+@triton.jit
+def _split_keys(
+    last,  # position of the row's new token
+    length,  # with it; 0 for padding, which is computed as a row of one token
+    WINDOW: tl.constexpr,
+    APPENDS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+):
+    """The oldest key in pages, the one after the last, keys a split, and splits that have keys."""
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(last + 1 - WINDOW, 0)
+    written = last if APPENDS else length  # keys in the pages
+    keys_of_row = written - oldest
+    per_split = tl.cdiv(keys_of_row, SPLITS)
+    if MIN_KEYS > 0:
+        fewer = tl.minimum(tl.cdiv(keys_of_row, MIN_KEYS), SPLITS)
+        per_split = tl.cdiv(keys_of_row, tl.maximum(fewer, 1))
+    per_split = tl.cdiv(per_split, BLOCK) * BLOCK
+    used = tl.cdiv(keys_of_row, tl.maximum(per_split, 1))
+    return oldest, written, per_split, tl.maximum(used, 1)
+
+
+@triton.jit
+def _new_value(
+    at_value,  # [H] of the new token's kv head
+    dims,  # int32[DIM_TILE]
+    in_dim,
+    NORM_VALUES: tl.constexpr,
+    EPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """The new token's value, with its norm if it has one."""
+    value = tl.load(at_value + dims, mask=in_dim, other=0.0)
+    if NORM_VALUES:
+        value32 = value.to(tl.float32)
+        norm = tl.rsqrt(tl.sum(value32 * value32, 0) / HEAD_DIM + EPS)
+        value = (value32 * norm).to(value.dtype)
+    return value
+
+
+@triton.jit
+def _append(
+    key,  # [DIM_TILE]
+    value,  # [DIM_TILE]
+    k_pages,  # [P, S, K, H]
+    v_pages,  # [P, S, K, H]
+    k_scales,  # float32[P, S, K]; unused without SCALED
+    v_scales,  # float32[P, S, K]; unused without SCALED
+    at_scale,  # the slot and kv head
+    dims,  # int32[DIM_TILE]
+    stored,  # mask of dims; False for padding
+    is_row,
+    SCALED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Store the new key and value; both as the pages have them, and their scales."""
+    at_slot = at_scale * HEAD_DIM + dims
+    key_scale, value_scale = 1.0, 1.0
+    if SCALED:
+        key_scale, value_scale = scales_of(key, 0), scales_of(value, 0)
+        key, value = rounded(key, key_scale), rounded(value, value_scale)
+        tl.store(k_scales + at_scale, key_scale, mask=is_row)
+        tl.store(v_scales + at_scale, value_scale, mask=is_row)
+        tl.store(k_pages + at_slot, key.to(tl.uint8, bitcast=True), mask=stored)
+        tl.store(v_pages + at_slot, value.to(tl.uint8, bitcast=True), mask=stored)
+    else:
+        key = key.to(k_pages.dtype.element_ty)
+        value = value.to(v_pages.dtype.element_ty)
+        tl.store(k_pages + at_slot, key, mask=stored)
+        tl.store(v_pages + at_slot, value, mask=stored)
+    return key, value, key_scale, value_scale
+
+
+@triton.jit
+def _attend_new_key(
+    query,  # [GROUP_TILE, DIM_TILE]
+    key,  # [DIM_TILE], as the pages have it
+    value,  # [DIM_TILE], as the pages have it
+    key_scale,
+    value_scale,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+):
+    """The state m_i, l_i, acc after the new key alone."""
+    m_i = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
+    if SCALED:
+        m_i = m_i * key_scale
+    if CAP > 0:
+        m_i = capped(m_i, CAP)
+    l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
+    acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
+    if SCALED:  # see _attend_scaled
+        exponent = exponents_of(value_scale)
+        m_i += exponent
+        l_i *= tl.exp2(-exponent)
+        acc += value.to(tl.float32)[None, :] * (value_scale * tl.exp2(-exponent))
+    else:
+        acc += value.to(tl.float32)[None, :]
+    return m_i, l_i, acc
+
+
+@triton.jit
 def _append_and_attend(
     qkv,  # [B, N + 2K, H]
     cos,  # float32[B, H / 2]
@@ -218,7 +395,7 @@ def _append_and_attend(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,  # keys per loop iteration
     MIN_KEYS: tl.constexpr,  # of a split, but for the last one
-    MERGE_TILE: tl.constexpr,  # rows that ``merged`` reads; 0: ``_merge_splits`` merges
+    MERGE_TILE: tl.constexpr,  # rows of ``_merge_tile``; 0: ``_merge_splits`` merges
 ):
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -232,19 +409,11 @@ def _append_and_attend(
     at_out = (row * NUM_HEADS + kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
 
     length = tl.load(seq_lens + row)
-    is_row = length > 0  # padding is computed as a row of one token and yields zeros
+    is_row = length > 0  # padding yields zeros
     last = tl.maximum(length - 1, 0)
-    oldest = 0
-    if WINDOW > 0:
-        oldest = tl.maximum(last + 1 - WINDOW, 0)
-    written = last if APPENDS else length  # keys in the pages
-    keys_of_row = written - oldest
-    per_split = tl.cdiv(keys_of_row, SPLITS)
-    if MIN_KEYS > 0:
-        fewer = tl.minimum(tl.cdiv(keys_of_row, MIN_KEYS), SPLITS)
-        per_split = tl.cdiv(keys_of_row, tl.maximum(fewer, 1))
-    per_split = tl.cdiv(per_split, BLOCK) * BLOCK
-    used = tl.maximum(tl.cdiv(keys_of_row, tl.maximum(per_split, 1)), 1)
+    oldest, written, per_split, used = _split_keys(  # type: ignore[misc]
+        last, length, WINDOW, APPENDS, SPLITS, BLOCK, MIN_KEYS
+    )
     if split >= used:
         return
     start = oldest + split * per_split
@@ -273,41 +442,16 @@ def _append_and_attend(
             at_key, dims, in_dim, cos, sin, qk_norms + HEAD_DIM, 0, EPS, HAS_NORMS, ROTATE, HEAD_DIM
         )
         at_value = at_row + (NUM_HEADS + (NEW - 1) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        value = tl.load(at_value + dims, mask=in_dim, other=0.0)
-        if NORM_VALUES:
-            value32 = value.to(tl.float32)
-            norm = tl.rsqrt(tl.sum(value32 * value32, 0) / HEAD_DIM + EPS)
-            value = (value32 * norm).to(value.dtype)
+        value = _new_value(at_value, dims, in_dim, NORM_VALUES, EPS, HEAD_DIM)
         page = tl.load(page_table + row * TABLE_WIDTH + last // PAGE_SIZE).to(tl.int64)
         slot = page * PAGE_SIZE + last % PAGE_SIZE
-        at_scale = slot * NUM_KV_HEADS + kv_head
-        at_slot = at_scale * HEAD_DIM + dims
-        if SCALED:
-            key_scale, value_scale = scales_of(key, 0), scales_of(value, 0)
-            key, value = rounded(key, key_scale), rounded(value, value_scale)
-            tl.store(k_scales + at_scale, key_scale, mask=is_row)
-            tl.store(v_scales + at_scale, value_scale, mask=is_row)
-            tl.store(k_pages + at_slot, key.to(tl.uint8, bitcast=True), mask=in_dim & is_row)
-            tl.store(v_pages + at_slot, value.to(tl.uint8, bitcast=True), mask=in_dim & is_row)
-        else:
-            key = key.to(k_pages.dtype.element_ty)
-            value = value.to(v_pages.dtype.element_ty)
-            tl.store(k_pages + at_slot, key, mask=in_dim & is_row)
-            tl.store(v_pages + at_slot, value, mask=in_dim & is_row)
-        m_i = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
-        if SCALED:
-            m_i = m_i * key_scale
-        if CAP > 0:
-            m_i = capped(m_i, CAP)
-        l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
-        if SCALED:
-            # see _attend_scaled
-            exponent = exponents_of(value_scale)
-            m_i += exponent
-            l_i *= tl.exp2(-exponent)
-            acc += value.to(tl.float32)[None, :] * (value_scale * tl.exp2(-exponent))
-        else:
-            acc += value.to(tl.float32)[None, :]
+        key, value, key_scale, value_scale = _append(
+            key, value, k_pages, v_pages, k_scales, v_scales, slot * NUM_KV_HEADS + kv_head, dims,
+            in_dim & is_row, is_row, SCALED, HEAD_DIM,
+        )  # fmt: skip
+        m_i, l_i, acc = _attend_new_key(
+            query, key, value, key_scale, value_scale, SCALE, CAP, SCALED, GROUP_TILE, DIM_TILE
+        )
         if HAS_SINKS:
             at_sink = sinks + kv_head * GROUP + heads
             sink = tl.load(at_sink, mask=heads < GROUP, other=0.0).to(tl.float32) * LOG2_E
@@ -324,29 +468,10 @@ def _append_and_attend(
             SCALE, CAP, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, GROUP_TILE, BLOCK,
         )  # fmt: skip
     else:
-        for first in range(start, end, BLOCK):
-            position = first + keys
-            visible = position < end
-            page = tl.load(
-                page_table + row * TABLE_WIDTH + position // PAGE_SIZE, mask=visible, other=0
-            )
-            slot = (page * PAGE_SIZE + position % PAGE_SIZE).to(tl.int64)  # offsets exceed int32
-            at_key = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
-            readable = visible[:, None] & in_dim[None, :]
-            k = tl.load(k_pages + at_key, mask=readable, other=0.0).to(query.dtype)
-            scores = tl.dot(query, tl.trans(k), input_precision="ieee") * SCALE
-            if CAP > 0:
-                scores = capped(scores, CAP)
-            # The first key of a block is always visible, so m_ij is never -inf.
-            scores = tl.where(visible[None, :], scores, float("-inf"))
-            m_ij = tl.maximum(m_i, tl.max(scores, 1))
-            alpha = tl.exp2(m_i - m_ij)
-            p = tl.exp2(scores - m_ij[:, None])
-            v = tl.load(v_pages + at_key, mask=readable, other=0.0).to(query.dtype)
-            pv = tl.dot(p.to(query.dtype), v, input_precision="ieee")
-            acc = acc * alpha[:, None] + pv
-            l_i = l_i * alpha + tl.sum(p, 1)
-            m_i = m_ij
+        m_i, l_i, acc = _attend_pages(
+            query, m_i, l_i, acc, k_pages, v_pages, page_table + row * TABLE_WIDTH, kv_head, dims,
+            keys, start, end, SCALE, CAP, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK,
+        )  # fmt: skip
 
     if SPLITS == 1:
         result = tl.where(is_row, acc / l_i[:, None], 0.0)
@@ -354,26 +479,19 @@ def _append_and_attend(
         return
     row_head = row * NUM_KV_HEADS + kv_head
     first_split = (row_head * SPLITS).to(tl.int64)
-    ACC_SIZE: tl.constexpr = GROUP * HEAD_DIM
-    in_heads = heads < GROUP
-    own_accs = accs + first_split * ACC_SIZE
+    own_accs = accs + first_split * (GROUP * HEAD_DIM)
     own_m_l = m_l + first_split * 2 * GROUP
     store_state(
-        own_accs, own_m_l, split, heads, dims, in_heads, in_group, m_i, l_i, acc, GROUP, HEAD_DIM
-    )
+        own_accs, own_m_l, split, heads, dims, heads < GROUP, in_group, m_i, l_i, acc, GROUP,
+        HEAD_DIM,
+    )  # fmt: skip
     if not arrives_last(arrivals + row_head, used):
         return
-    at_heads = out + row_head * ACC_SIZE
+    at_heads = out + row_head * (GROUP * HEAD_DIM)
     if MERGE_TILE > 0:
-        merge = tl.arange(0, MERGE_TILE)
-        in_merge = merge < GROUP
-        inside = in_merge[:, None] & in_dim[None, :]
-        result = merged(
-            own_accs, own_m_l, used, merge, dims, in_merge, inside, GROUP, HEAD_DIM, SPLITS, SPLITS
+        _merge_tile(
+            own_accs, own_m_l, at_heads, used, dims, is_row, GROUP, HEAD_DIM, SPLITS, MERGE_TILE
         )
-        result = tl.where(is_row, result, 0.0)
-        to = merge[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(at_heads + to, result.to(out.dtype.element_ty), mask=inside)
     else:
         _merge_splits(accs, m_l, at_heads, first_split, used, dims, is_row, GROUP, HEAD_DIM, SPLITS)
 
