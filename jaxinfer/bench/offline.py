@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +27,22 @@ from jaxinfer.bench.arguments import (
     request_fields,
     settings_of,
 )
-from jaxinfer.bench.figures import table
+from jaxinfer.bench.circumstances import write_report
+from jaxinfer.bench.figures import duration, table
 from jaxinfer.bench.folder import TRACE, Folder, default_path, finished, now
-from jaxinfer.bench.numbers import rotated
+from jaxinfer.bench.numbers import mean, percentile, rotated
 from jaxinfer.bench.offer import NotReady
 from jaxinfer.bench.offline_peer import OfflinePeer
 from jaxinfer.bench.records import MISSING, Record, Run, Series
 from jaxinfer.bench.requests import Requests
 from jaxinfer.bench.results import OURS
 from jaxinfer.bench.serve import conclude
+from jaxinfer.bench.vllm_flags import (
+    OFFLINE_REFUSED,
+    OFFLINE_WITHOUT_EFFECT,
+    REFUSED,
+    add_told,
+)
 from jaxinfer.bench.workload import Query, fingerprint
 from jaxinfer.core.errors import BenchError
 
@@ -56,6 +64,8 @@ def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
     add_workload(parser)
     parser.add_argument("--num-iters", type=count, default=3, help="calls that are timed")
     parser.add_argument("--num-iters-warmup", type=int, default=1, help="calls that are not")
+    parser.add_argument("--output-json", type=Path, help="also vLLM's JSON file")
+    add_told(parser, OFFLINE_WITHOUT_EFFECT, [*OFFLINE_REFUSED, *REFUSED])
     group = parser.add_argument_group("vllm, in turns with jaxinfer and on the same device")
     group.add_argument("--backends", choices=(OURS, f"{OURS},{VLLM}"), default=OURS)
     group.add_argument("--python-vllm", default=sys.executable, metavar="PATH")
@@ -90,7 +100,32 @@ def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
         if given.profile:
             last = given.num_iters_warmup + given.num_iters
             profile_call(llm, requests.queries(given.num_prompts, last), fields, given, folder)
+    if given.output_json:
+        write_report(given.output_json, vllm_throughput(folder.records()["call-0"]))
     return _printed(folder)
+
+
+def vllm_throughput(records: Sequence[Record]) -> dict[str, Any]:
+    """One call under the names of ``vllm bench throughput --output-json``."""
+    seconds = duration(records)
+    tokens = sum(record.prompt_tokens + record.output_tokens for record in records)
+    return {
+        "elapsed_time": seconds,
+        "num_requests": len(records),
+        "total_num_tokens": tokens,
+        "requests_per_second": len(records) / seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def vllm_latency(records: Sequence[Record], percents: Sequence[float]) -> dict[str, Any]:
+    """The calls under the names of ``vllm bench latency --output-json``."""
+    seconds = [record.latency_ns / 1e9 for record in records]
+    return {
+        "avg_latency": mean(seconds),
+        "latencies": seconds,
+        "percentiles": {f"{percent:g}": percentile(seconds, percent) for percent in percents},
+    }
 
 
 @contextmanager
@@ -157,6 +192,8 @@ def latency(arguments: list[str], read_settings: ReadSettings) -> int:
     parser.add_argument("--num-iters-warmup", type=int, default=10)
     parser.add_argument("--num-iters", type=count, default=30)
     parser.add_argument("--metric-percentiles", type=percents, default=LATENCY_PERCENTILES)
+    parser.add_argument("--output-json", type=Path, help="also vLLM's JSON file")
+    add_told(parser, OFFLINE_WITHOUT_EFFECT, [one for one in REFUSED if "--n" in one.flags.split()])
     add_profile(parser)
     add_output(parser)
     given, more = parser.parse_known_args(arguments)
@@ -188,6 +225,8 @@ def latency(arguments: list[str], read_settings: ReadSettings) -> int:
         if given.profile:
             last = given.num_iters_warmup + given.num_iters
             profile_call(llm, _batch(last, given, vocab_size), fields, given, folder)
+    if given.output_json:
+        write_report(given.output_json, vllm_latency(records, given.metric_percentiles))
     return _printed(folder)
 
 

@@ -21,6 +21,7 @@ from jaxinfer.bench.arguments import Parser, add_output, count, settings_of
 from jaxinfer.bench.folder import Folder, default_path, finished, now
 from jaxinfer.bench.records import Record, Run, Series
 from jaxinfer.bench.serve import conclude
+from jaxinfer.bench.vllm_flags import STARTUP_REFUSED, add_told
 from jaxinfer.core.errors import BenchError
 
 PROMPT = "What is the capital of France?"
@@ -111,6 +112,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--num-iters-cold", type=count, default=1)
     parser.add_argument("--num-iters-warm", type=count, default=5)
+    add_told(parser, (), STARTUP_REFUSED)
     add_output(parser)
     given = parser.parse_args(arguments)
     run = Run(

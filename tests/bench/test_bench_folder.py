@@ -207,8 +207,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / SUMS).write_text("")
     with pytest.raises(BenchError, match="describes no benchmark"):
         verify.main([str(tmp_path)])
-    (tmp_path / "run.json").write_text('{"format": 2, "command": "serve"}')
-    with pytest.raises(BenchError, match="has format 2 and this jaxinfer reads 1"):
+    (tmp_path / "run.json").write_text('{"format": 1, "command": "serve"}')
+    with pytest.raises(BenchError, match="has format 1 and this jaxinfer reads 2"):
         verify.main([str(tmp_path)])
     with pytest.raises(BenchError, match="has files; name another --output"):
         Folder.create(tmp_path, Run(command="serve", created="now", settings={}))

@@ -135,7 +135,10 @@ def test_a_server_that_never_answers_is_missing(tmp_path: Path) -> None:
     [
         (["--backends=vlm"], "'vlm' is no backend; choose among jaxinfer"),
         (["--backends=vllm"], "vllm has no model; give --model or --model-vllm"),
-        (["--backends=llamacpp", "--model=m"], "takes no token ids, so prompts are decoded"),
+        (
+            ["--backends=llamacpp", "--model-llamacpp=m"],
+            "take no token ids, so prompts are decoded",
+        ),
     ],
 )
 def test_wrong_comparisons_are_refused(words: list[str], says: str, tmp_path: Path) -> None:
