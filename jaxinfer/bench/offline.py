@@ -58,22 +58,27 @@ GREEDY: Mapping[str, Any] = MappingProxyType({"temperature": 0.0})  # unless a f
 LATENCY_PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)  # vLLM's
 
 
-def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
-    """Tokens a second of many prompts given at once, next to vLLM's if asked; the exit code."""
-    parser = Parser("throughput", "Tokens a second of many prompts at once, without a server.")
-    add_workload(parser)
-    parser.add_argument("--num-iters", type=count, default=3, help="calls that are timed")
-    parser.add_argument("--num-iters-warmup", type=int, default=1, help="calls that are not")
-    parser.add_argument("--output-json", type=Path, help="also vLLM's JSON file")
-    add_told(parser, OFFLINE_WITHOUT_EFFECT, [*OFFLINE_REFUSED, *REFUSED])
-    group = parser.add_argument_group("vllm, in turns with jaxinfer and on the same device")
+def parser() -> Parser:
+    """The command line of ``throughput``."""
+    made = Parser("throughput", "Tokens a second of many prompts at once, without a server.")
+    add_workload(made)
+    made.add_argument("--num-iters", type=count, default=3, help="calls that are timed")
+    made.add_argument("--num-iters-warmup", type=int, default=1, help="calls that are not")
+    made.add_argument("--output-json", type=Path, help="also vLLM's JSON file")
+    add_told(made, OFFLINE_WITHOUT_EFFECT, [*OFFLINE_REFUSED, *REFUSED])
+    group = made.add_argument_group("vllm, in turns with jaxinfer and on the same device")
     group.add_argument("--backends", choices=(OURS, f"{OURS},{VLLM}"), default=OURS)
     group.add_argument("--python-vllm", default=sys.executable, metavar="PATH")
     group.add_argument("--model-vllm")
     group.add_argument("--args-vllm", type=json_object, default={}, help="of its LLM, JSON")
-    add_profile(parser)
-    add_output(parser)
-    given, more = parser.parse_known_args(arguments)
+    add_profile(made)
+    add_output(made)
+    return made
+
+
+def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
+    """Tokens a second of many prompts given at once, next to vLLM's if asked; the exit code."""
+    given, more = parser().parse_known_args(arguments)
     requests, settings = Requests(given), read_settings(more)
     fields = {**GREEDY, **request_fields(given)}
     run = Run(
@@ -185,18 +190,18 @@ def _call(name: str, call: Call, queries: Sequence[Query], number: int, folder: 
 
 def latency(arguments: list[str], read_settings: ReadSettings) -> int:
     """Milliseconds of one batch from call to return; the exit code."""
-    parser = Parser("latency", "Milliseconds of one batch of prompts, without a server.")
-    parser.add_argument("--input-len", type=count, default=32)
-    parser.add_argument("--output-len", type=count, default=128)
-    parser.add_argument("--batch-size", type=count, default=8)
-    parser.add_argument("--num-iters-warmup", type=int, default=10)
-    parser.add_argument("--num-iters", type=count, default=30)
-    parser.add_argument("--metric-percentiles", type=percents, default=LATENCY_PERCENTILES)
-    parser.add_argument("--output-json", type=Path, help="also vLLM's JSON file")
-    add_told(parser, OFFLINE_WITHOUT_EFFECT, [one for one in REFUSED if "--n" in one.flags.split()])
-    add_profile(parser)
-    add_output(parser)
-    given, more = parser.parse_known_args(arguments)
+    made = Parser("latency", "Milliseconds of one batch of prompts, without a server.")
+    made.add_argument("--input-len", type=count, default=32)
+    made.add_argument("--output-len", type=count, default=128)
+    made.add_argument("--batch-size", type=count, default=8)
+    made.add_argument("--num-iters-warmup", type=int, default=10)
+    made.add_argument("--num-iters", type=count, default=30)
+    made.add_argument("--metric-percentiles", type=percents, default=LATENCY_PERCENTILES)
+    made.add_argument("--output-json", type=Path, help="also vLLM's JSON file")
+    add_told(made, OFFLINE_WITHOUT_EFFECT, [one for one in REFUSED if "--n" in one.flags.split()])
+    add_profile(made)
+    add_output(made)
+    given, more = made.parse_known_args(arguments)
     settings = read_settings(more)
     llm = engine_of(settings)
     run = Run(

@@ -277,7 +277,7 @@ async def first_model(client: Client, seconds: float) -> str:
 
 def _seconds_until(deadline: float) -> float:
     """What a GET may take: no longer than others, nor than it has, but long enough for one try."""
-    return min(GET_SECONDS, max(1.0, deadline - time.monotonic()))
+    return min(GET_SECONDS, max(0.5, deadline - time.monotonic()))
 
 
 def report_errors(outcome: Outcome) -> None:

@@ -37,9 +37,10 @@ def vocabulary(tokenizer: str | None, size: int | None) -> list[int]:
 
 
 def _tokenizer_json(reference: str) -> Path | None:
-    """The tokenizer.json that a reference names, or whose folder it names."""
+    """The tokenizer.json that a reference names, or that is in the folder it names, if any."""
     path = Path(reference)
-    path = path / "tokenizer.json" if path.is_dir() else path
+    if (path / "tokenizer.json").is_file():
+        return path / "tokenizer.json"
     return path if path.suffix == ".json" else None
 
 
@@ -55,8 +56,8 @@ def tokenizer_of(reference: str) -> Tokenizer:
     from jaxinfer.weights.sources import resolve_source
 
     try:
-        if Path(reference).suffix == ".json":
-            return load_tokenizer(TokenizerSpec(tokenizer_json=Path(reference).read_text()))
+        if (path := _tokenizer_json(reference)) is not None:
+            return load_tokenizer(TokenizerSpec(tokenizer_json=path.read_text("utf-8")))
         source = resolve_source(reference, cache_dir=cache_root(), progress=NO_PROGRESS)
         return load_tokenizer(source.tokenizer_spec())
     except (OSError, JaxinferError) as error:

@@ -55,9 +55,9 @@ REFUSED = (
     Group("name one adapter with --model", "--lora-modules --lora-assignment --lora-path"),
     Group(
         "save the rows as JSON lines with 'prompt' and give --dataset-name custom --dataset-path",
-        """--hf-name --hf-split --hf-subset --spec-bench-category --speed-bench-category
-        --speed-bench-dataset-subset --blazedit-max-distance --blazedit-min-distance
-        --bfcl-categories""",
+        """--hf-name --hf-split --hf-subset --spec-bench-category --spec-bench-output-len
+        --speed-bench-category --speed-bench-output-len --speed-bench-dataset-subset
+        --blazedit-max-distance --blazedit-min-distance --bfcl-categories""",
     ),
     Group(
         "models read text alone",

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from jaxinfer.bench import compare, verify
+from jaxinfer.bench.main import run
 from jaxinfer.cli.main import cli
 from jaxinfer.core.config import cache_root
 from jaxinfer.core.errors import BenchError
@@ -161,6 +162,26 @@ def test_a_terminated_comparison_leaves_no_server(tmp_path: Path) -> None:
     assert not any(map(alive, pids(path)))
     assert result(path, "run.json")["state"] == "partial"
     assert os.path.exists(path / "report.md")
+
+
+def test_a_second_signal_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends two: to the process and to its group."""
+    written: list[bool] = []
+
+    def command(arguments: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            written.append(True)
+        return 1
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(compare, "main", command)
+    assert run(["compare"], lambda words: {}) == 1 and written
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.nightly
