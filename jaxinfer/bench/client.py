@@ -131,7 +131,7 @@ class Answer:
             return
         if chunk.error:
             self.error = msgspec.json.encode(chunk.error).decode()
-        choices = chunk.choices or []
+        choices = chunk.choices or ()
         if choices and not choices[0].is_head:
             self._take_choice(choices[0], now)
         for choice in choices:
@@ -144,11 +144,12 @@ class Answer:
                 self.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
     def _take_choice(self, choice: _Choice, now: float) -> None:
-        self.finished = self.finished or bool(choice.finish_reason)
-        if choice.finish_reason and choice.is_empty and self.times:
-            # No token came with it: as a gap it would be one of nearly 0, or that of an end token.
-            self.closed = now
-            return
+        if choice.finish_reason:
+            self.finished = True
+            if choice.is_empty and self.times:
+                # No text came with it: as a gap it would be one of nearly 0, or of an end token.
+                self.closed = now
+                return
         self.times.append(now)
         message = choice.delta or choice.message
         self.text.append((message.content if message else choice.text) or "")
@@ -173,7 +174,7 @@ class _Connection(asyncio.Protocol):
         self._answer = answer
         self._parser = httptools.HttpResponseParser(self)  # calls the methods ``on_...``
         self._headers: dict[bytes, bytes] = {}
-        self._head_read = self._done_seen = self.answered = False
+        self._head_read = self._streams = self._done_seen = self.answered = False
         self._body = bytearray()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._transport.write(request)
@@ -209,13 +210,14 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._head_read = True
+        # of a refusal the whole body is the reason
+        is_done = self._parser.get_status_code() == 200
+        self._streams = is_done and self._is_of_type(b"text/event-stream")
         self.reusable = self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
         self._body += body
-        if self._answer is None or not self._is_of_type(b"text/event-stream"):
-            return
-        if self._parser.get_status_code() == 200:  # of a refusal the whole body is the reason
+        if self._streams and self._answer is not None:
             self._read_events(self._answer)
 
     def on_message_complete(self) -> None:
@@ -227,7 +229,7 @@ class _Connection(asyncio.Protocol):
             answer.error = f"HTTP {status}: {answer.body[:500].decode(errors='replace')}"
         elif self._is_of_type(b"application/json"):
             answer.take(answer.body, self._now)
-        elif self._is_of_type(b"text/event-stream"):
+        elif self._streams:
             self._body += b"\n\n"  # some servers leave out the last empty line
             self._read_events(answer)
             # transformers ends with the counts, others with the reason
@@ -249,7 +251,10 @@ class _Connection(asyncio.Protocol):
         *events, rest = self._body.split(b"\n\n")
         self._body = rest
         for event in events:
-            name, data = event_of(bytes(event))
+            if event.startswith(b"data:") and b"\n" not in event:  # as nearly all are
+                name, data = b"", bytes(event[5:]).strip()
+            else:
+                name, data = event_of(bytes(event))
             if data == DONE:
                 self._done_seen = True
             elif data:
@@ -270,8 +275,6 @@ class _Connection(asyncio.Protocol):
 
 def event_of(lines: bytes) -> tuple[bytes, bytes]:
     """The name and the data of a server-sent event; comments and other fields are left out."""
-    if lines.startswith(b"data:") and b"\n" not in lines:
-        return b"", lines[5:].strip()
     name, data = b"", list[bytes]()
     for line in lines.split(b"\n"):
         field_name, _, value = line.partition(b":")
