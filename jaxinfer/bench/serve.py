@@ -28,7 +28,7 @@ from jaxinfer.bench.arguments import (
     report_fields,
     settings_of,
 )
-from jaxinfer.bench.circumstances import write_report
+from jaxinfer.bench.circumstances import write_report, writing
 from jaxinfer.bench.client import GET_SECONDS, Client
 from jaxinfer.bench.figures import TITLES, details, table
 from jaxinfer.bench.folder import Folder, default_path, finished, now
@@ -363,8 +363,7 @@ def _measured(given: argparse.Namespace, command: str) -> int:
         name = given.result_filename or f"{label}-{given.request_rate}qps-{stamp}.json"
         path, found = given.result_dir / name, vllm_result(folder, result, given)
         if given.append_result:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
+            with writing(path), path.open("a") as file:
                 file.write(json.dumps(found) + "\n")
         else:
             write_report(path, found)

@@ -233,5 +233,7 @@ def test_runs_are_drawn_with_a_curve_for_each_engine(tmp_path: Path) -> None:
     flags = ["--x=output_throughput", "--y=tpot_p50", f"--output={tmp_path / 'x.svg'}"]
     assert draw.main([*map(str, paths), *flags]) == 0
     assert (tmp_path / "x.svg").read_text().count("<polyline") == 4
+    with pytest.raises(BenchError, match="x.svg cannot be written"):
+        draw.main([str(paths[0]), *flags[:2], f"--output={paths[0] / 'run.json' / 'x.svg'}"])
     with pytest.raises(BenchError, match="both rate and tpot_p50"):
         draw.main([str(paths[0]), "--y=tpot_p50"])

@@ -162,6 +162,15 @@ def test_vllms_result_file(tmp_path: Path) -> None:
     assert (rows[0]["label"], rows[0]["tp"], rows[0]["request_rate"]) == ("night", "2", 100)
 
 
+def test_a_result_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = ["--vocab-size=50", f"--result-dir={tmp_path / 'file'}", "--result-filename=r.json"]
+    for number, flag in enumerate(("--save-result", "--append-result")):
+        with pytest.raises(BenchError, match="r.json cannot be written"):
+            measured(tmp_path / str(number), *words, flag)
+        assert (tmp_path / str(number) / "run" / "report.md").exists()
+
+
 def test_levels_of_a_sweep_have_prompts_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
