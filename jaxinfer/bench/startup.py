@@ -70,8 +70,14 @@ def run_once(model: str, cache_dir: str, flags: Sequence[str] = ()) -> dict[str,
         text=True,
     )
     assert process.stderr is not None
-    report = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)  # instead of process.wait(): it returns the memory
+    try:
+        report = process.stderr.read()
+        # instead of process.wait(): it returns the memory
+        _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:  # the run is ended
+        process.kill()
+        process.wait()
+        raise
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise BenchError(f"jaxinfer generate failed: {_last_line(report)}")

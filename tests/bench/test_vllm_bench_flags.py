@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,6 +246,22 @@ def test_vllms_files_of_measurements_without_a_server(
     found = json.loads(path.read_text())
     assert len(found["latencies"]) == 3 and {"10", "99"} <= found["percentiles"].keys()
     assert found["avg_latency"] == pytest.approx(sum(found["latencies"]) / 3)
+
+
+def test_a_measured_start_ends_with_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    def wait4(pid: int, options: int) -> None:
+        ended.append(pid)
+        raise KeyboardInterrupt
+
+    script = "import os, time; os.close(2); time.sleep(60)"
+    monkeypatch.setattr(startup, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(startup.os, "wait4", wait4)
+    with pytest.raises(KeyboardInterrupt):
+        startup.run_once("m", "cache")
+    with pytest.raises(ProcessLookupError):
+        os.kill(ended[0], 0)
 
 
 def test_no_flag_has_two_answers() -> None:
