@@ -76,7 +76,7 @@ def run_once(model: str, cache_dir: str, flags: Sequence[str] = ()) -> dict[str,
         _, status, usage = os.wait4(process.pid, 0)
     except BaseException:  # the run is ended
         process.kill()
-        process.wait()
+        process.communicate()
         raise
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
