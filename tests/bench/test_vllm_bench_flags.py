@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from jaxinfer.bench import offline, serve, startup, sweep, vllm_flags
+from jaxinfer.bench import compare, offline, serve, startup, sweep, vllm_flags
 from jaxinfer.bench.workload import RandomLengths, random_queries, read_queries
 from jaxinfer.cli.main import cli
 from jaxinfer.core.errors import BenchError
@@ -123,6 +123,25 @@ def test_a_backend_of_chats_is_asked_for_chats(tmp_path: Path) -> None:
         measured(tmp_path / "b", "--backend=openai-chat", "--vocab-size=50")
     code, stub = measured(tmp_path / "c", "--backend=vllm", f"--model={tmp_path}")
     assert code == 0 and stub.bodies[0]["model"] == str(tmp_path)  # which is the tokenizer, too
+
+
+def test_engines_are_compared_on_chats(tmp_path: Path) -> None:
+    """Of random prompts, which all engines get as the same texts."""
+    write_tiny_tokenizer(tmp_path)
+
+    async def run() -> tuple[int, StubServer]:
+        async with StubServer() as stub:
+            words = ["--backends=jaxinfer,vllm", f"--endpoint={CHAT}", f"--tokenizer={tmp_path}"]
+            words += [f"--url-{name}={stub.url}" for name in ("jaxinfer", "vllm")]
+            words += [*LOAD, "--rounds=1", f"--output={tmp_path / 'run'}"]
+            return await asyncio.to_thread(compare.main, words), stub
+
+    code, stub = asyncio.run(run())
+    assert code == 0 and all(f"POST {CHAT} " in head for head in stub.heads)
+    measured = [json.dumps(one["messages"]) for one in stub.bodies]
+    assert len(measured) == 6 and measured[1:3] == measured[4:6]
+    ratios = json.loads((tmp_path / "run" / "result.json").read_text())["ratios"]
+    assert "p50_ttft_ms" in ratios["vllm"]["figures"]
 
 
 def test_fields_of_requests(tmp_path: Path) -> None:
