@@ -34,7 +34,7 @@ from jaxinfer.bench.numbers import mean, percentile, rotated
 from jaxinfer.bench.offer import NotReady
 from jaxinfer.bench.offline_peer import OfflinePeer
 from jaxinfer.bench.records import MISSING, Record, Run, Series
-from jaxinfer.bench.requests import Requests
+from jaxinfer.bench.requests import FILES, Requests
 from jaxinfer.bench.results import OURS
 from jaxinfer.bench.serve import conclude
 from jaxinfer.bench.vllm_flags import (
@@ -54,6 +54,11 @@ type ReadSettings = Callable[[list[str]], dict[str, Any]]  # the engine's flags,
 type Call = Callable[[Sequence[Query]], list[Record]]  # one call: a record for each prompt
 
 VLLM = "vllm"
+# flags of a load that needs a server
+OF_SERVERS = (
+    *("endpoint", "request_rate", "burstiness", "ramp_up_strategy", "max_concurrency"),
+    *("num_warmups", "time_scale"),
+)
 GREEDY: Mapping[str, Any] = MappingProxyType({"temperature": 0.0})  # unless a flag says otherwise
 LATENCY_PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)  # vLLM's
 
@@ -78,8 +83,10 @@ def parser() -> Parser:
 
 def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
     """Tokens a second of many prompts given at once, next to vLLM's if asked; the exit code."""
-    given, more = parser().parse_known_args(arguments)
+    made = parser()
+    given, more = made.parse_known_args(arguments)
     requests, settings = Requests(given), read_settings(more)
+    _check_load(made, given, requests)
     fields = {**GREEDY, **request_fields(given)}
     run = Run(
         command="throughput",
@@ -131,6 +138,25 @@ def vllm_latency(records: Sequence[Record], percents: Sequence[float]) -> dict[s
         "latencies": seconds,
         "percentiles": {f"{percent:g}": percentile(seconds, percent) for percent in percents},
     }
+
+
+def _check_load(made: Parser, given: argparse.Namespace, requests: Requests) -> None:
+    """Raise ``BenchError`` for flags and datasets that only a server's load has."""
+    changed = [name for name in OF_SERVERS if getattr(given, name) != made.get_default(name)]
+    if changed:
+        raise BenchError(
+            f"--{changed[0].replace('_', '-')} is of requests to a server, and `throughput` gives "
+            "all prompts at once; leave it out, or use `jaxinfer bench serve`"
+        )
+    is_chat = given.dataset_name == "sessions" or (
+        given.dataset_name in FILES
+        and any(isinstance(one.prompt, list) and one.messages for one in requests.queries(1))
+    )
+    if is_chat:
+        raise BenchError(
+            "`throughput` takes texts and token ids, no messages; use `jaxinfer bench serve "
+            "--endpoint /v1/chat/completions`"
+        )
 
 
 @contextmanager
