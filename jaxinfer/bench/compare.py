@@ -259,6 +259,11 @@ class Comparison:
         usage = "stream_options" not in peer.backend.omitted
         if not peer.backend.streams_usage and any(query.continues for query in queries):
             raise NotReady("its streams have no token counts, and these turns cannot be sent again")
+        if not peer.backend.streams_usage and fields.get("temperature") != 0:
+            raise NotReady(
+                "its streams have no token counts, so each request is sent again, and without "
+                "--temperature 0 the second answer would be another one"
+            )
         bodies = [body_of(one, given.endpoint, model, fields, usage=usage) for one in queries]
         return Load(queries, bodies, times)
 

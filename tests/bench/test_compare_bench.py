@@ -15,7 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from jaxinfer.bench import compare, verify
-from jaxinfer.bench.main import run
+from jaxinfer.bench.folder import Folder
+from jaxinfer.bench.main import run as run_command
+from jaxinfer.bench.offer import NotReady
+from jaxinfer.bench.records import Run
 from jaxinfer.cli.main import cli
 from jaxinfer.core.config import cache_root
 from jaxinfer.core.errors import BenchError
@@ -52,9 +55,9 @@ def result(path: Path, name: str = "result.json") -> dict[str, Any]:
 
 def test_a_comparison_with_a_missing_and_a_dying_peer(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    peers = {"jaxinfer": "", "vllm": "gap=0.02", "llamacpp": "dies_after=3"}
+    peers = {"jaxinfer": "", "vllm": "gap=0.06", "llamacpp": "dies_after=3"}
     words = command(path, peers, "sglang", "--python-sglang=/nowhere/python", "--prompts=ids")
-    words += ["--rounds=1", "--gate=tpot_p50<=1.0*vllm"]
+    words += ["--rounds=1", "--gate=tpot_p50<=1.0*vllm", "--temperature=0"]
     assert compare.main(words) == 1  # partial
     run, found = result(path, "run.json"), result(path)
     states = {one["name"]: (one["state"], one["reason"]) for one in run["series"]}
@@ -76,6 +79,20 @@ def test_a_comparison_with_a_missing_and_a_dying_peer(tmp_path: Path) -> None:
     assert len(workloads) == 1  # the same prompts and times
     assert verify.main([str(path)]) == 0
     assert len(pids(path)) == 6 and not any(map(alive, pids(path)))
+
+
+def test_counts_of_a_second_answer_are_of_the_same_answer(tmp_path: Path) -> None:
+    """Or there are none: llama.cpp's streams have no counts, and drawn answers differ."""
+    words = ["--backends=llamacpp", "--url-llamacpp=http://127.0.0.1:9", "--model=m", *LOAD]
+    given = compare.parser().parse_args([*words, "--prompts=ids"])
+    (peer,) = compare.peers_of(given)
+    run = Run(command="compare", created="now", settings={})
+    comparison = compare.Comparison(given, [peer], Folder.create(tmp_path / "run", run))
+    queries, times = comparison._queries(0, 0)
+    with pytest.raises(NotReady, match="without --temperature 0 the second answer would be"):
+        comparison._load(peer, "m", queries, times)
+    given.temperature = 0.0
+    assert len(comparison._load(peer, "m", queries, times).bodies) == 3
 
 
 def test_rounds_alternate_and_differ_and_a_run_is_resumed(
@@ -180,7 +197,7 @@ def test_a_second_signal_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(compare, "main", command)
-    assert run(["compare"], lambda words: {}) == 1 and written
+    assert run_command(["compare"], lambda words: {}) == 1 and written
     assert signal.getsignal(signal.SIGTERM) == before
 
 
