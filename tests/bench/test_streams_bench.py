@@ -149,13 +149,15 @@ def test_a_port_behind_which_nothing_answers_is_not_waited_for(tmp_path: Path) -
     """Neither for its list of models nor by a comparison."""
 
     async def ask() -> int:
-        listening = await asyncio.get_running_loop().create_server(Hung, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        words = ["--vocab-size=50", "--num-prompts=1", "--ready-check-timeout-sec=0.1"]
-        with pytest.raises(BenchError, match="does not list its models .the server did not answer"):
-            await asyncio.to_thread(serve.main, [f"--base-url={url}", *words])
-        where = [f"--output={tmp_path / 'run'}", "--rounds=1", "--backends=vllm"]
-        return await asyncio.to_thread(compare.main, [f"--url-vllm={url}", *words, *where])
+        loop = asyncio.get_running_loop()
+        async with await loop.create_server(Hung, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            words = ["--vocab-size=50", "--num-prompts=1", "--ready-check-timeout-sec=0.1"]
+            says = "does not list its models .the server did not answer"
+            with pytest.raises(BenchError, match=says):
+                await asyncio.to_thread(serve.main, [f"--base-url={url}", *words])
+            where = [f"--output={tmp_path / 'run'}", "--rounds=1", "--backends=vllm"]
+            return await asyncio.to_thread(compare.main, [f"--url-vllm={url}", *words, *where])
 
     assert asyncio.run(ask()) == 1
     (series,) = json.loads((tmp_path / "run" / "run.json").read_text())["series"]
