@@ -138,13 +138,13 @@ class Requests:
             given.output_len,
             None if given.disable_shuffle else seed,
             repeats=not given.no_oversample,
-            answer_tokens=self._answer_tokens,
+            count_tokens=self._count_tokens,
         )
 
     @cached_property
-    def _answer_tokens(self) -> Callable[[str], int] | None:
-        """Counts the tokens of a recorded answer; None without a tokenizer."""
-        if self.given.output_len or self.given.tokenizer is None:
+    def _count_tokens(self) -> Callable[[str], int] | None:
+        """Counts the tokens of a recorded text; None without a tokenizer."""
+        if self.given.dataset_name != "sharegpt" or self.given.tokenizer is None:
             return None
         encode = tokenizer_of(self.given.tokenizer).encode
         return lambda text: len(encode(text, add_special_tokens=False))

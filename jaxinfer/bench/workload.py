@@ -21,6 +21,8 @@ import numpy as np
 from jaxinfer.core.errors import BenchError
 
 DEFAULT_OUTPUT = 256  # tokens of an answer whose length no row tells
+# tokens of the conversations of ShareGPT that are used, as in vLLM's and sglang's benchmarks
+SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 
 type Messages = list[dict[str, Any]]
 
@@ -118,13 +120,13 @@ def read_queries(
     seed: int | None,
     *,
     repeats: bool = True,
-    answer_tokens: Callable[[str], int] | None = None,
+    count_tokens: Callable[[str], int] | None = None,
 ) -> list[Query]:
     """Prompts of a file: ShareGPT's JSON list, or JSON lines with ``prompt`` (as HumanEval's);
     shuffled by the seed, or in their order, and if it ``repeats`` again from the first.
 
     The answer's length is ``output_len``, else the row's ``output_tokens``, else that of the answer
-    that a conversation has (if ``answer_tokens`` counts it), else ``DEFAULT_OUTPUT``. Raises
+    that a conversation has (if ``count_tokens`` can tell it), else ``DEFAULT_OUTPUT``. Raises
     ``BenchError`` if the file cannot be read, holds no prompts, or one of another form.
     """
     text = file_text(path)
@@ -140,8 +142,10 @@ def read_queries(
         try:
             prompt = _prompt_of(row) if isinstance(row, dict) else None
             if prompt:
-                length = output_len or _length_of(row, answer_tokens)
-                queries.append(Query(_checked_prompt(prompt), length))
+                length = output_len or _length_of(row, count_tokens)
+                query = Query(_checked_prompt(prompt), length)
+                if _is_usual(query, output_len, count_tokens):
+                    queries.append(query)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise BenchError(
                 f"row {number} of {path} is no request ({error}); name another --dataset-path"
@@ -186,12 +190,23 @@ def _checked_prompt(prompt: Any) -> str | list[int] | Messages:
     return items
 
 
-def _length_of(row: Mapping[str, Any], answer_tokens: Callable[[str], int] | None) -> int:
+def _is_usual(
+    query: Query, output_len: int | None, count_tokens: Callable[[str], int] | None
+) -> bool:
+    """False for a conversation that vLLM's benchmark leaves out: too short, or too long."""
+    if count_tokens is None or not isinstance(query.prompt, str):
+        return True
+    tokens = count_tokens(query.prompt)
+    is_short = tokens < SHORTEST or (output_len is None and query.max_tokens < SHORTEST)
+    return not (is_short or tokens > LONGEST_PROMPT or tokens + query.max_tokens > LONGEST)
+
+
+def _length_of(row: Mapping[str, Any], count_tokens: Callable[[str], int] | None) -> int:
     """The length of the answer that a row asks for; raises ``ValueError`` for none."""
     length = row.get("output_tokens")
     turns = row.get("conversations") or ()
-    if length is None and answer_tokens is not None and len(turns) > 1:
-        length = answer_tokens(turns[1].get("value") or "")
+    if length is None and count_tokens is not None and len(turns) > 1:
+        length = count_tokens(turns[1].get("value") or "")
     length = length or DEFAULT_OUTPUT
     if not isinstance(length, int) or length < 1:
         raise ValueError(f"its output_tokens is {length!r}")

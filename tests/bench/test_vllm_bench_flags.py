@@ -216,16 +216,32 @@ def test_rows_of_a_file_in_order_and_once(tmp_path: Path) -> None:
     assert [one["prompt"] for one in stub.bodies[1:]] == ["a", "b"]
 
 
+def conversation(prompt: str, answer: str) -> dict[str, Any]:
+    turns = [{"from": "human", "value": prompt}, {"from": "gpt", "value": answer}]
+    return {"conversations": turns}
+
+
 def test_a_recorded_answer_has_its_length(tmp_path: Path) -> None:
     path = tmp_path / "sharegpt.json"
-    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello you"}]
-    path.write_text(json.dumps([{"conversations": turns}]))
-    assert read_queries(path, 1, None, 0, answer_tokens=len)[0].max_tokens == 9
-    assert read_queries(path, 1, 5, 0, answer_tokens=len)[0].max_tokens == 5
+    path.write_text(json.dumps([conversation("hi there", "hello you")]))
+    assert read_queries(path, 1, None, 0, count_tokens=len)[0].max_tokens == 9
+    assert read_queries(path, 1, 5, 0, count_tokens=len)[0].max_tokens == 5
+    assert read_queries(path, 1, None, 0)[0].max_tokens == 256
     write_tiny_tokenizer(tmp_path)
     words = ["--dataset-name=sharegpt", f"--dataset-path={path}", "--custom-output-len=-1"]
     _, stub = measured(tmp_path, *words, f"--tokenizer={tmp_path}")
     assert stub.bodies[0]["max_tokens"] == 9  # of this tokenizer's tokens each is a byte
+
+
+def test_conversations_that_vllm_leaves_out(tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.json"
+    long, longer = "x" * 1024, "x" * 1025
+    rows = [("hi", "hello"), ("hello", "hi"), (longer, "hello"), (long, longer), (long, long)]
+    path.write_text(json.dumps([conversation(*row) for row in rows]))
+    kept = read_queries(path, 9, None, None, repeats=False, count_tokens=len)
+    assert [(len(one.prompt), one.max_tokens) for one in kept] == [(1024, 1024)]
+    kept = read_queries(path, 9, 2, None, repeats=False, count_tokens=len)
+    assert [len(one.prompt) for one in kept] == [5, 1024, 1024]
 
 
 def test_ratios_of_both_lengths() -> None:
