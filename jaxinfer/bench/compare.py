@@ -29,6 +29,7 @@ from jaxinfer.bench.arguments import (
     add_workload,
     count,
     extra_body,
+    headers_of,
     positive,
     report_fields,
     request_fields,
@@ -66,6 +67,9 @@ def parser() -> Parser:
     made.add_argument("--rounds", type=count, default=3)
     made.add_argument("--prompts", choices=("auto", "ids", "text"), default="auto")
     made.add_argument("--ready-check-timeout-sec", type=positive, default=600)
+    made.add_argument(
+        "--header", nargs="*", default=[], metavar="NAME=VALUE", help="to all engines"
+    )
     add_timeout(made)
     made.add_argument("--sweep", metavar="RATES", help="several rates in each round: 1,4,8")
     made.add_argument("--resume", action="store_true", help="measure what --output lacks")
@@ -224,7 +228,8 @@ class Comparison:
         """Offer the levels one after the other, and take each from the list once it is added."""
         given, begin = self.given, time.perf_counter()
         until = process.until if process else _awaited
-        with closing(Client(url, seconds=given.request_timeout_sec)) as client:
+        headers, seconds = headers_of(given.header), given.request_timeout_sec
+        with closing(Client(url, headers, seconds=seconds)) as client:
             model = await self._model(peer, client, until)
             if not self.versions.get(peer.name):
                 self.versions[peer.name] = await version_of(client)

@@ -61,4 +61,7 @@ def tokenizer_of(reference: str) -> Tokenizer:
         source = resolve_source(reference, cache_dir=cache_root(), progress=NO_PROGRESS)
         return load_tokenizer(source.tokenizer_spec())
     except (OSError, JaxinferError) as error:
-        raise BenchError(f"the tokenizer cannot be used: {error}") from error
+        raise BenchError(
+            f"{reference!r} has no tokenizer that can be read ({error}); give --tokenizer or "
+            "--vocab-size"
+        ) from error

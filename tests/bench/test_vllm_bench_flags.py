@@ -137,10 +137,13 @@ def test_engines_are_compared_on_chats(tmp_path: Path) -> None:
             words = ["--backends=jaxinfer,vllm", f"--endpoint={CHAT}", f"--tokenizer={tmp_path}"]
             words += [f"--url-{name}={stub.url}" for name in ("jaxinfer", "vllm")]
             words += [*LOAD, "--rounds=1", f"--output={tmp_path / 'run'}"]
+            words += ["--header", "Authorization=Bearer abc"]
             return await asyncio.to_thread(compare.main, words), stub
 
     code, stub = asyncio.run(run())
     assert code == 0 and all(f"POST {CHAT} " in head for head in stub.heads)
+    assert all("Authorization: Bearer abc" in head for head in stub.heads)
+    assert "abc" not in (tmp_path / "run" / "run.json").read_text()
     measured = [json.dumps(one["messages"]) for one in stub.bodies]
     assert len(measured) == 6 and measured[1:3] == measured[4:6]
     ratios = json.loads((tmp_path / "run" / "result.json").read_text())["ratios"]
