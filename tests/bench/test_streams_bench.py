@@ -18,7 +18,10 @@ from jaxinfer.bench.client import Answer, Client
 from jaxinfer.bench.figures import samples, summarize
 from jaxinfer.bench.offer import NotReady, in_loop, offer, wait_until_ready
 from jaxinfer.bench.records import Record, Run, Series, records_of
+from jaxinfer.bench.requests import Load
 from jaxinfer.bench.results import results_of
+from jaxinfer.bench.serve import Target
+from jaxinfer.bench.workload import Query
 from jaxinfer.core.errors import BenchError
 
 from .stub_server import StubServer
@@ -220,6 +223,21 @@ def test_time_in_the_clients_queue_is_a_figure_of_its_own() -> None:
     found = summarize(records, metrics=("e2el", "client_queue_time", "e2el_including_client_queue"))
     both = found["mean_e2el_ms"] + found["mean_client_queue_time_ms"]
     assert found["mean_e2el_including_client_queue_ms"] == pytest.approx(both)
+
+
+def test_after_failures_no_connection_is_kept() -> None:
+    """Too many of them may be what failed, and the records need files too."""
+
+    async def ask(stub: StubServer, client: Client) -> tuple[int, int]:
+        load = Load([Query([1], 1)] * 5, [body("refused")] * 5, [0.0] * 5)
+        target = Target(client, "m", ROUTE, shows_progress=False)
+        await target.measure(load, Series(name="one"), None)
+        before = stub.connections
+        await asyncio.gather(*(client.post(ROUTE, body()) for _ in range(5)))
+        return before, stub.connections
+
+    # one more was opened to ask whether the server lives, and is used again
+    assert with_stub(ask) == (6, 10)
 
 
 def test_as_many_files_are_open_as_the_system_allows() -> None:
