@@ -50,6 +50,7 @@ from jaxinfer.bench.sessions import has_sessions
 from jaxinfer.bench.vllm_flags import REFUSED, WITHOUT_EFFECT, add_told
 from jaxinfer.core.errors import BenchError
 
+CLOSE_SECONDS = 0.05  # in which the loop closes the connections
 SWEEP = "1,4,8,16,24,32,inf"  # the levels at which other engines have been measured
 
 
@@ -124,6 +125,7 @@ class Target:
         failure = next((answer.error for answer in outcome.answers if answer.error), "")
         if failure:
             self.client.close()  # if the system has no more files, the records need some
+            await asyncio.sleep(CLOSE_SECONDS)
         if failure and (await self.client.get("/v1/models")).status == 0:
             series.state, series.reason = PARTIAL, f"the server ended midway ({failure})"
         report_errors(outcome)
