@@ -1,5 +1,9 @@
 """Speed ratios that other projects publish, next to ours: ``python -m bench.published FOLDER``.
 
+    python -m bench.published FOLDER --page docs/benchmarks.md
+
+writes the table into the page, between the comments ``BEGIN`` and ``END``.
+
 FOLDER holds runs of the presets in ``configs/bench``, under the names that the file of published
 ratios (``bench/results/peers/published.json``) gives them. A ratio says how many times as fast as
 vLLM an engine is (of ``openinfer-offload``: how many times as fast a restored prompt is as a
@@ -17,6 +21,7 @@ from typing import Any
 
 from jaxinfer.bench.report import table
 from jaxinfer.bench.results import is_worse
+from jaxinfer.core.errors import BenchError
 
 PUBLISHED = Path(__file__).parent / "results" / "peers" / "published.json"
 WORDS: Mapping[str, str] = {
@@ -26,6 +31,8 @@ WORDS: Mapping[str, str] = {
     "output_throughput": "output tokens/s",
     "cold_over_host": "TTFT p50",
 }
+
+BEGIN, END = "<!-- published: made by bench.published -->", "<!-- end of published -->"
 
 type Ours = tuple[float, tuple[float, float] | None]  # a ratio and its 95 % interval
 
@@ -95,11 +102,26 @@ def _shown(ratio: float, interval: tuple[float, float] | None) -> str:
     return f"{ratio:.2f}{between}"
 
 
+def redraw(page: Path, lines: Sequence[str]) -> None:
+    """Replace what a page has between ``BEGIN`` and ``END``; raises ``BenchError`` without them."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise BenchError(f"{page} has no place for the table; write {BEGIN} and {END} into it")
+    page.write_text("\n".join([before + BEGIN, "", *lines, END + after]))
+
+
 def main() -> None:
-    """Print the Markdown."""
+    """Print the Markdown, or write it into a page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
-    print("\n".join(lines_of(parser.parse_args().folder, json.loads(PUBLISHED.read_text()))))
+    parser.add_argument("--page", type=Path, help="write the table into it, between two comments")
+    given = parser.parse_args()
+    lines = lines_of(given.folder, json.loads(PUBLISHED.read_text()))
+    if given.page is None:
+        print("\n".join(lines))
+    else:
+        redraw(given.page, lines)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxinfer.bench.figures import TITLES
+from jaxinfer.bench.client import REQUEST_SECONDS
+from jaxinfer.bench.figures import METRICS, TITLES
 from jaxinfer.bench.gates import gates_of
 from jaxinfer.bench.offer import rate_of
+from jaxinfer.bench.vllm_flags import CHAT, COMPLETIONS, Backend
+from jaxinfer.bench.vllm_flags import DATASETS as FOREIGN_DATASETS
 from jaxinfer.core.errors import BenchError
 
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 DATASETS = (
     *("random", "prefix_repetition", "custom", "sharegpt", "humaneval"),
     *("mooncake", "azure", "sessions"),
@@ -22,7 +26,8 @@ DATASETS = (
 NOT_MEASURED = frozenset(
     (
         *("command", "output", "result_dir", "result_filename", "save_result", "resume", "gate"),
-        *("disable_tqdm", "profile", "profile_num_steps"),
+        *("disable_tqdm", "profile", "profile_num_steps", "append_result", "output_json"),
+        "api_key",
     )
 )
 
@@ -53,21 +58,39 @@ class Parser(argparse.ArgumentParser):
 def add_server(parser: argparse.ArgumentParser) -> None:
     """The server that is measured."""
     server = parser.add_argument_group("server")
-    server.add_argument("--backend", help="no effect: every server has OpenAI's routes")
+    server.add_argument(
+        "--backend", action=Backend, help="openai-chat and others: the route of chats, or not"
+    )
     server.add_argument("--base-url", help="instead of --host and --port")
     server.add_argument("--host", default="127.0.0.1")
     server.add_argument("--port", type=int, default=8000)
     server.add_argument("--header", nargs="*", default=[], metavar="NAME=VALUE")
+    server.add_argument("--api-key", help="also from JAXINFER_API_KEY or OPENAI_API_KEY")
+    server.add_argument("--insecure", action="store_true", help="do not check its certificate")
     server.add_argument("--model", help="default: the first that the server lists")
-    server.add_argument("--ready-check-timeout-sec", type=positive, default=600)
+    server.add_argument("--served-model-name", help="of requests, if --model is the tokenizer's")
+    server.add_argument(
+        "--ready-check-timeout-sec", type=not_negative, default=600, help="0: do not wait"
+    )
+    add_timeout(server)
     server.add_argument("--server-pid", type=int, help="also report memory of its process tree")
     server.add_argument("--device", help="name of the server's accelerator, for the report")
+
+
+def add_timeout(parser: Any) -> None:
+    """How long the client waits for an answer."""
+    parser.add_argument(
+        "--request-timeout-sec",
+        type=positive,
+        default=REQUEST_SECONDS,
+        help="after which an answer has failed; default: 6 hours",
+    )
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
     """The requests and their times."""
     load = parser.add_argument_group("workload")
-    load.add_argument("--endpoint", default="/v1/completions", help="or /v1/chat/completions")
+    load.add_argument("--endpoint", default=COMPLETIONS, help=f"or {CHAT}")
     load.add_argument("--dataset-name", type=_dataset, choices=DATASETS, default="random")
     load.add_argument(
         "--dataset-path",
@@ -78,13 +101,24 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--num-prompts", type=count, default=1000, help="or sessions")
     load.add_argument("--random-input-len", "--input-len", type=count, default=1024)
     load.add_argument("--random-output-len", type=count, default=128)
-    load.add_argument("--random-range-ratio", type=_ratio, default=0.0)
-    load.add_argument("--random-prefix-len", type=int, default=0)
+    load.add_argument(
+        "--random-range-ratio",
+        type=_ratios,
+        default=(0.0,),
+        help='of both lengths, or \'{"input": 0.3, "output": 0.5}\'',
+    )
+    load.add_argument("--random-prefix-len", "--prefix-len", type=int, default=0)
     load.add_argument("--prefix-repetition-prefix-len", type=count, default=256)
     load.add_argument("--prefix-repetition-suffix-len", type=count, default=256)
     load.add_argument("--prefix-repetition-num-prefixes", type=count, default=10)
     load.add_argument("--prefix-repetition-output-len", type=count, default=128)
-    load.add_argument("--output-len", type=count, help="of every answer, in every dataset")
+    load.add_argument(
+        *("--output-len", "--custom-output-len", "--sharegpt-output-len", "--hf-output-len"),
+        type=_output_len,
+        help="of every answer, in every dataset; -1 or not given: as the dataset says",
+    )
+    load.add_argument("--disable-shuffle", action="store_true", help="the rows of a file in order")
+    load.add_argument("--no-oversample", action="store_true", help="no row of a file twice")
     load.add_argument(
         "--time-scale", type=positive, default=1.0, help="of a file's times and pauses"
     )
@@ -111,6 +145,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     fields.add_argument("--top-p", type=float)
     fields.add_argument("--top-k", type=int)
     fields.add_argument("--min-p", type=float)
+    for name in PENALTIES:
+        fields.add_argument(f"--{name.replace('_', '-')}", type=float)
+    fields.add_argument("--logprobs", type=int)
     fields.add_argument("--extra-body", type=extra_body, default={}, help="a JSON object")
 
 
@@ -173,8 +210,11 @@ def report_fields(given: argparse.Namespace) -> dict[str, Any]:
 
 def request_fields(given: argparse.Namespace) -> dict[str, Any]:
     """The fields that every request has."""
-    named = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    names = ("temperature", "top_p", "top_k", "min_p", *PENALTIES, "logprobs")
+    named = {name: getattr(given, name) for name in names}
     fields = {name: value for name, value in named.items() if value is not None}
+    if "logprobs" in fields and given.endpoint.endswith("/chat/completions"):
+        fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
     return fields | ({"ignore_eos": True} if given.ignore_eos else {}) | given.extra_body
 
 
@@ -187,13 +227,20 @@ def headers_of(texts: list[str]) -> Mapping[str, str]:
 
 
 def _dataset(text: str) -> str:
-    return text.replace("-", "_")
+    name = text.replace("-", "_")
+    if advice := FOREIGN_DATASETS.get(name):
+        raise argparse.ArgumentTypeError(f"{text} is not a dataset here: {advice}")
+    return name
+
+
+def _output_len(text: str) -> int | None:
+    return None if text == "-1" else count(text)
 
 
 def _names(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := set(names) - set(TITLES):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(TITLES)}")
+    if unknown := set(names) - set(METRICS):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(METRICS)}")
     return names
 
 
@@ -265,10 +312,25 @@ def positive(text: str) -> float:
     return number
 
 
+def not_negative(text: str) -> float:
+    """A finite number, 0 or above."""
+    return 0.0 if text in ("0", "0.0") else positive(text)
+
+
 def _ratio(text: str) -> float:
     if not 0 <= (number := _number(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to below 1")
     return number
+
+
+def _ratios(text: str) -> tuple[float, ...]:
+    """One ratio, or those of inputs and outputs."""
+    if not text.lstrip().startswith("{"):
+        return (_ratio(text),)
+    named = json_object(text)
+    if named.keys() != {"input", "output"}:
+        raise argparse.ArgumentTypeError(f"{text} has not one ratio of input and one of output")
+    return _ratio(str(named["input"])), _ratio(str(named["output"]))
 
 
 def count(text: str) -> int:

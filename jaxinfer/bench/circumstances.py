@@ -6,11 +6,13 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from jaxinfer.core.errors import BenchError
 
 PACKAGES = (
     "jaxinfer",
@@ -39,11 +41,26 @@ def host_circumstances(*sources: str) -> dict[str, Any]:
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Write all or nothing: if the process is killed, an earlier report stays complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write all or nothing: if the process is killed, an earlier report stays complete.
+
+    Raises ``BenchError`` if it cannot be written.
+    """
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report, indent=1) + "\n")
-    partial.replace(path)
+    with writing(path):
+        partial.write_text(json.dumps(report, indent=1) + "\n")
+        partial.replace(path)
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Make the folder of a file that is written within; ``OSError`` becomes ``BenchError``."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise BenchError(
+            f"{path} cannot be written ({error.strerror}); name another file"
+        ) from error
 
 
 def _versions() -> dict[str, str]:

@@ -19,6 +19,9 @@ import msgspec
 from jaxinfer.core.errors import BenchError
 
 DONE = b"[DONE]"
+REQUEST_SECONDS = 6 * 3600.0  # that an answer may take, as in vLLM's client
+GET_SECONDS = 30.0
+NO_TEXT = "the answer has no text"
 
 
 class ClientError(BenchError):
@@ -47,23 +50,32 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     @property
+    def is_empty(self) -> bool:
+        """True if it has nothing that was generated."""
+        message = self.delta or self.message
+        return not (self.token_ids or self.text) and (message is None or message.is_empty)
+
+    @property
     def is_head(self) -> bool:
         """True if it only names the role of a chat's answer, which some servers send at once."""
         delta = self.delta
-        if delta is None or not delta.role or self.token_ids or self.finish_reason is not None:
-            return False
-        return delta.is_empty
+        return delta is not None and bool(delta.role) and self.is_empty and not self.finish_reason
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
+    prompt_tokens: int | None = 0
     completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
 
 
 class _Chunk(msgspec.Struct):
     """The fields that are read of a completion, a chat completion, and the chunks of both."""
 
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
 
@@ -77,10 +89,14 @@ class Answer:
 
     start: float
     times: list[float] = field(default_factory=list)  # of the chunks that carry a choice
+    closed: float = 0.0  # when a last chunk without text said why the answer ended
+    queued: float = 0.0  # seconds that the request waited in this process before ``start``
     text: list[str] = field(default_factory=list)
     token_ids: dict[int, list[int]] = field(default_factory=dict)  # by choice, where listed
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int | None = None  # of the prompt, where the server says so
+    finished: bool = False  # whether a chunk said why the answer ended
     status: int = 0
     body: bytes = b""  # of an answer that is not a stream
     error: str = ""
@@ -94,7 +110,12 @@ class Answer:
     @property
     def latency(self) -> float:
         """Seconds until the last chunk that carries a choice."""
-        return self.times[-1] - self.start
+        return max(self.times[-1], self.closed) - self.start
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the server told how many tokens there are."""
+        return bool(self.prompt_tokens or self.output_tokens)
 
     @property
     def gaps(self) -> list[float]:
@@ -110,17 +131,28 @@ class Answer:
             return
         if chunk.error:
             self.error = msgspec.json.encode(chunk.error).decode()
-        choice = chunk.choices[0] if chunk.choices else None
-        if choice is not None and not choice.is_head:
-            self.times.append(now)
-            message = choice.delta or choice.message
-            self.text.append((message.content if message else choice.text) or "")
-        for choice in chunk.choices:
+        choices = chunk.choices or ()
+        if choices and not choices[0].is_head:
+            self._take_choice(choices[0], now)
+        for choice in choices:
             if choice.token_ids:
                 self.token_ids.setdefault(choice.index, []).extend(choice.token_ids)
-        if chunk.usage:
-            self.prompt_tokens = chunk.usage.prompt_tokens
-            self.output_tokens = chunk.usage.completion_tokens or 0
+        if (usage := chunk.usage) is not None:
+            self.prompt_tokens = usage.prompt_tokens or 0
+            self.output_tokens = usage.completion_tokens or 0
+            if usage.prompt_tokens_details is not None:
+                self.cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+    def _take_choice(self, choice: _Choice, now: float) -> None:
+        if choice.finish_reason:
+            self.finished = True
+            if choice.is_empty and self.times:
+                # No text came with it: as a gap it would be one of nearly 0, or of an end token.
+                self.closed = now
+                return
+        self.times.append(now)
+        message = choice.delta or choice.message
+        self.text.append((message.content if message else choice.text) or "")
 
 
 class _Connection(asyncio.Protocol):
@@ -142,7 +174,7 @@ class _Connection(asyncio.Protocol):
         self._answer = answer
         self._parser = httptools.HttpResponseParser(self)  # calls the methods ``on_...``
         self._headers: dict[bytes, bytes] = {}
-        self._head_read = self._done_seen = self.answered = False
+        self._head_read = self._streams = self._done_seen = self.answered = False
         self._body = bytearray()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._transport.write(request)
@@ -178,11 +210,14 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._head_read = True
+        # of a refusal the whole body is the reason
+        is_done = self._parser.get_status_code() == 200
+        self._streams = is_done and self._is_of_type(b"text/event-stream")
         self.reusable = self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
         self._body += body
-        if self._answer is not None and self._is_of_type(b"text/event-stream"):
+        if self._streams and self._answer is not None:
             self._read_events(self._answer)
 
     def on_message_complete(self) -> None:
@@ -194,26 +229,38 @@ class _Connection(asyncio.Protocol):
             answer.error = f"HTTP {status}: {answer.body[:500].decode(errors='replace')}"
         elif self._is_of_type(b"application/json"):
             answer.take(answer.body, self._now)
-        elif self._is_of_type(b"text/event-stream"):
-            ended = self._done_seen or answer.output_tokens  # transformers ends with the counts
+        elif self._streams:
+            self._body += b"\n\n"  # some servers leave out the last empty line
+            self._read_events(answer)
+            # transformers ends with the counts, others with the reason
+            ended = self._done_seen or answer.output_tokens or answer.finished
             if not ended and not answer.error:
                 answer.error = "the stream ended without [DONE]"
+        elif answer.body:
+            kind = self._headers.get(b"content-type", b"no type").decode(errors="replace")
+            answer.error = f"the answer is of {kind}, which is neither JSON nor a stream of events"
         self._finish(None)
 
     def _is_of_type(self, media_type: bytes) -> bool:
-        return self._headers.get(b"content-type", b"").startswith(media_type)
+        return self._headers.get(b"content-type", b"").lower().startswith(media_type)
 
     def _read_events(self, answer: Answer) -> None:
-        """Read the complete events of the body: `data: ...` and an empty line."""
+        """Read the complete events of the body: lines, of which the last is empty."""
+        if b"\r" in self._body:  # JSON has none that is not escaped
+            self._body = self._body.replace(b"\r\n", b"\n")
         *events, rest = self._body.split(b"\n\n")
         self._body = rest
         for event in events:
-            if event.startswith(b"data:"):
-                data = bytes(event[5:]).strip()
-                if data == DONE:
-                    self._done_seen = True
-                else:
-                    answer.take(data, self._now)
+            if event.startswith(b"data:") and b"\n" not in event:  # as nearly all are
+                name, data = b"", bytes(event[5:]).strip()
+            else:
+                name, data = event_of(bytes(event))
+            if data == DONE:
+                self._done_seen = True
+            elif data:
+                answer.take(data, self._now)
+                if name == b"error" and not answer.error:
+                    answer.error = data.decode(errors="replace")
 
     def _finish(self, error: ClientError | None) -> None:
         self._answer = None
@@ -226,36 +273,73 @@ class _Connection(asyncio.Protocol):
             self.close()
 
 
-class Client:
-    """Requests to one server over as many kept-alive connections as are in use at once."""
+def event_of(lines: bytes) -> tuple[bytes, bytes]:
+    """The name and the data of a server-sent event; comments and other fields are left out."""
+    name, data = b"", list[bytes]()
+    for line in lines.split(b"\n"):
+        field_name, _, value = line.partition(b":")
+        if field_name == b"data":
+            data.append(value.strip())
+        elif field_name == b"event":
+            name = value.strip()
+    return name, b"\n".join(data)
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+
+def _tls(insecure: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if insecure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+class Client:
+    """Requests to one server over as many kept-alive connections as are in use at once.
+
+    ``seconds``: what an answer may take at most, from the request to its end. ``insecure``: do not
+    check the server's certificate.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        seconds: float = REQUEST_SECONDS,
+        insecure: bool = False,
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ClientError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
-        self._host = parts.hostname
+        self._host, self._seconds = parts.hostname, seconds
+        self._authority = f"[{self._host}]" if ":" in self._host else self._host
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._ssl = _tls(insecure) if parts.scheme == "https" else None
         self._root = parts.path.rstrip("/")
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._idle: list[_Connection] = []
 
-    async def post(self, path: str, body: bytes) -> Answer:
-        """Send JSON and read the answer to its end; failures of the request are in ``error``."""
+    async def post(self, path: str, body: bytes, seconds: float | None = None) -> Answer:
+        """Send JSON and read the answer to its end; failures of the request are in ``error``.
+
+        ``seconds``: what this one may take, if less than others.
+        """
         head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        return await self._exchange(f"POST {self._root}{path}", head, body)
+        most = self._seconds if seconds is None else min(seconds, self._seconds)
+        return await self._exchange(f"POST {self._root}{path}", head, body, most)
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str, seconds: float = GET_SECONDS) -> Answer:
         """Read a plain answer: its ``status`` and ``body``."""
-        return await self._exchange(f"GET {self._root}{path}", "", b"")
+        return await self._exchange(f"GET {self._root}{path}", "", b"", seconds)
 
-    async def _exchange(self, line: str, head: str, body: bytes) -> Answer:
-        request = (
-            f"{line} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{self._headers}{head}\r\n"
-        ).encode() + body
+    async def _exchange(self, line: str, head: str, body: bytes, seconds: float) -> Answer:
+        where = f"{self._authority}:{self._port}"
+        request = (f"{line} HTTP/1.1\r\nHost: {where}\r\n{self._headers}{head}\r\n").encode() + body
         answer = Answer(time.perf_counter())
         try:
-            await self._exchange_for(request, answer)
+            async with asyncio.timeout(seconds):
+                await self._exchange_for(request, answer)
+        except TimeoutError:
+            answer.error = f"the server did not answer in {seconds:g} s"
         finally:
             answer.end = time.perf_counter()
         return answer

@@ -17,17 +17,19 @@ import tempfile
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from jaxinfer.bench.arguments import (
     Parser,
     add_profile,
     add_report,
+    add_timeout,
     add_workload,
     count,
     extra_body,
+    headers_of,
     positive,
     report_fields,
     request_fields,
@@ -65,6 +67,10 @@ def parser() -> Parser:
     made.add_argument("--rounds", type=count, default=3)
     made.add_argument("--prompts", choices=("auto", "ids", "text"), default="auto")
     made.add_argument("--ready-check-timeout-sec", type=positive, default=600)
+    made.add_argument(
+        "--header", nargs="*", default=[], metavar="NAME=VALUE", help="to all engines"
+    )
+    add_timeout(made)
     made.add_argument("--sweep", metavar="RATES", help="several rates in each round: 1,4,8")
     made.add_argument("--resume", action="store_true", help="measure what --output lacks")
     for name in BACKENDS:
@@ -153,8 +159,7 @@ class Comparison:
         given, rate = self.given, self.rates[number]
         count = level_size(rate) if given.sweep else given.num_prompts
         load = self.requests.load("", count, rate, round_ * len(self.rates) + number)
-        queries = as_texts(load.queries, given.tokenizer) if self.texts else load.queries
-        return queries, load.times
+        return self.requests.as_sent(load.queries, self.texts), load.times
 
     def _series(self, name: str, rate: float, round_: int) -> Series:
         at = f"-rate-{rate:g}" if self.given.sweep else ""
@@ -209,7 +214,7 @@ class Comparison:
         given, rate = self.given, self.rates[-1]
         count = level_size(rate) if given.sweep else given.num_prompts
         load = self.requests.load("", count, rate, given.rounds * len(self.rates))
-        queries = as_texts(load.queries, given.tokenizer) if self.texts else load.queries
+        queries = self.requests.as_sent(load.queries, self.texts)
         with closing(Client(url, {"Authorization": f"Bearer {key}"})) as client:
             model = await self._model(peer, client, process.until)
             target = Target(client, model, given.endpoint, shows_progress=False)
@@ -223,7 +228,8 @@ class Comparison:
         """Offer the levels one after the other, and take each from the list once it is added."""
         given, begin = self.given, time.perf_counter()
         until = process.until if process else _awaited
-        with closing(Client(url)) as client:
+        headers, seconds = headers_of(given.header), given.request_timeout_sec
+        with closing(Client(url, headers, seconds=seconds)) as client:
             model = await self._model(peer, client, until)
             if not self.versions.get(peer.name):
                 self.versions[peer.name] = await version_of(client, peer.backend.version_route)
@@ -231,8 +237,7 @@ class Comparison:
                 *(client, model, given.endpoint, process.pid if process else None),
                 shows_progress=not given.disable_tqdm,
             )
-            first = self.requests.warm_up()
-            first = as_texts(first, given.tokenizer) if self.texts else first
+            first = self.requests.as_sent(self.requests.warm_up(), self.texts)
             warm = self._load(peer, model, first, [0.0])
             await until(target.warm_up(warm, given.num_warmups, given.ready_check_timeout_sec))
             left[0].series.facts["ready_s"] = time.perf_counter() - begin
@@ -259,6 +264,11 @@ class Comparison:
         usage = "stream_options" not in peer.backend.omitted
         if not peer.backend.streams_usage and any(query.continues for query in queries):
             raise NotReady("its streams have no token counts, and these turns cannot be sent again")
+        if not peer.backend.streams_usage and fields.get("temperature") != 0:
+            raise NotReady(
+                "its streams have no token counts, so each request is sent again, and without "
+                "--temperature 0 the second answer would be another one"
+            )
         bodies = [body_of(one, given.endpoint, model, fields, usage=usage) for one in queries]
         return Load(queries, bodies, times)
 
@@ -301,32 +311,6 @@ async def counted(
         answer = await target.client.post(target.endpoint, json.dumps(asked).encode())
         found.append(record.with_counts(answer.prompt_tokens, answer.output_tokens))
     return found
-
-
-def as_texts(queries: Sequence[Query], tokenizer: str | None) -> list[Query]:
-    """The prompts as texts, for servers that take no token ids; raises ``BenchError`` without a
-    tokenizer.
-    """
-    if all(query.messages is not None for query in queries):
-        return list(queries)
-    if tokenizer is None:
-        raise BenchError(
-            "an engine takes no token ids, so prompts are decoded; give --tokenizer, or leave it "
-            "out of --backends"
-        )
-    from jaxinfer.core.config import cache_root
-    from jaxinfer.core.progress import NO_PROGRESS
-    from jaxinfer.text.tokenizer import load_tokenizer
-    from jaxinfer.weights.sources import resolve_source
-
-    source = resolve_source(tokenizer, cache_dir=cache_root(), progress=NO_PROGRESS)
-    decode = load_tokenizer(source.tokenizer_spec()).decode
-    return [
-        replace(query, prompt=decode(cast(list[int], query.prompt)))
-        if query.messages is None
-        else query
-        for query in queries
-    ]
 
 
 def main(arguments: list[str]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxinfer.bench.arguments import Parser
+from jaxinfer.bench.circumstances import writing
 from jaxinfer.bench.folder import Read, read_folder, write_whole
 from jaxinfer.bench.gates import figure_name
 from jaxinfer.bench.plot import curves_plot
@@ -56,6 +57,7 @@ def main(arguments: list[str]) -> int:
     curves = curves_of(folders, x, figure_name(given.y))
     if not curves:
         raise BenchError(f"no series of these runs has both {given.x} and {given.y}; name others")
-    write_whole(given.output, curves_plot(f"{given.y} by {given.x}", curves).encode())
+    with writing(given.output):
+        write_whole(given.output, curves_plot(f"{given.y} by {given.x}", curves).encode())
     print(given.output)
     return 0

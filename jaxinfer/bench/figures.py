@@ -20,12 +20,27 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "e2el": "End-to-end Latency",
     }
 )
+# vLLM's names of two more, which are reported if --percentile-metrics has them
+QUEUE_TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "client_queue_time": "Client Queue Time",
+        "e2el_including_client_queue": "End-to-end Latency incl. Client Queue",
+    }
+)
+METRICS: Mapping[str, str] = MappingProxyType({**TITLES, **QUEUE_TITLES})
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
     {
         "ttft": "from sending a request to its first chunk, but one that only names a chat's role",
         "tpot": "(e2el - ttft) / (output tokens - 1), of requests with more than one token",
-        "itl": "each gap between two chunks of a request; a chunk may hold several tokens",
+        "itl": (
+            "each gap between two chunks of a request that hold tokens; a chunk may hold several "
+            "tokens"
+        ),
         "e2el": "from sending a request to its last chunk",
+        "client_queue_time": (
+            "from the time at which a request was due to sending it, under --max-concurrency"
+        ),
+        "e2el_including_client_queue": "the sum of e2el and client_queue_time",
         "throughput": (
             "of the requests that succeeded, over the time from the first request sent to the last "
             "response read"
@@ -39,6 +54,11 @@ COUNTS: Mapping[str, str] = MappingProxyType(  # labels of the table
         "Benchmark duration (s)": "duration",
         "Total input tokens": "total_input_tokens",
         "Total generated tokens": "total_output_tokens",
+        "Requests without counts": "uncounted",
+        "Input tokens found in a cache": "cached_input_tokens",
+        "Input tokens, client's count": "client_input_tokens",
+        "Generated tokens, client's count": "client_output_tokens",
+        "Output tokens per chunk": "tokens_per_chunk",
         "Request throughput (req/s)": "request_throughput",
         "Request goodput (req/s)": "request_goodput",
         "Output token throughput (tok/s)": "output_throughput",
@@ -57,6 +77,10 @@ def samples(records: Sequence[Record]) -> dict[str, list[float]]:
         "tpot": [tpot_ms(record) for record in records if record.output_tokens > 1],
         "itl": [gap / NS_PER_MS for record in records for gap in record.gaps_ns[1:]],
         "e2el": [record.latency_ns / NS_PER_MS for record in records],
+        "client_queue_time": [record.queued_ns / NS_PER_MS for record in records],
+        "e2el_including_client_queue": [
+            (record.latency_ns + record.queued_ns) / NS_PER_MS for record in records
+        ],
     }
 
 
@@ -81,20 +105,21 @@ def summarize(
     if records and records[0].values:
         return _medians(records)
     done = [record for record in records if is_answered(record)]
-    num_output = sum(record.output_tokens for record in done)
-    num_input = sum(record.prompt_tokens for record in done)
     seconds = duration(records)
     result: dict[str, float] = {
         "duration": seconds,
         "completed": len(done),
         "failed": len(records) - len(done),
-        "total_input_tokens": num_input,
-        "total_output_tokens": num_output,
+        **_token_counts(done),
         "request_throughput": _rate(len(done), seconds),
-        "output_throughput": _rate(num_output, seconds),
-        "total_token_throughput": _rate(num_input + num_output, seconds),
         "max_concurrent_requests": peak_concurrency(done),
     }
+    if "total_output_tokens" in result:
+        num_input, num_output = result["total_input_tokens"], result["total_output_tokens"]
+        result["output_throughput"] = _rate(num_output, seconds)
+        result["total_token_throughput"] = _rate(num_input + num_output, seconds)
+        if any(len(record.gaps_ns) > 1 for record in done):  # others are not streamed
+            result["tokens_per_chunk"] = num_output / sum(len(record.gaps_ns) for record in done)
     if goodput:
         result["request_goodput"] = _rate(sum(_is_good(one, goodput) for one in done), seconds)
     for name, values in samples(done).items():
@@ -112,6 +137,29 @@ def summarize(
             result["median_ttft_first_turn_ms"] = percentile(first, 50)
         result["median_ttft_later_turns_ms"] = percentile(later, 50)
     return result
+
+
+def _token_counts(done: Sequence[Record]) -> dict[str, float]:
+    """Tokens as the server counts, and the client where it can.
+
+    If one request has no counts, sums over the others would be too low, and there are none.
+    """
+    found: dict[str, float] = {}
+    if uncounted := sum(not record.is_counted for record in done):
+        found["uncounted"] = uncounted
+    else:
+        found["total_input_tokens"] = sum(record.prompt_tokens for record in done)
+        found["total_output_tokens"] = sum(record.output_tokens for record in done)
+    columns = {
+        "cached_input_tokens": [record.cached_tokens for record in done],
+        "client_input_tokens": [record.sent_tokens for record in done],
+        "client_output_tokens": [record.listed_tokens for record in done],
+    }
+    for name, column in columns.items():
+        known = [value for value in column if value is not None]
+        if known and len(known) == len(done):
+            found[name] = sum(known)
+    return found
 
 
 def is_answered(record: Record) -> bool:
@@ -176,12 +224,12 @@ def table(result: Mapping[str, float], percentiles: Sequence[float]) -> str:
     """The result as a text table."""
     lines = [f"{' Benchmark Result ':=^60}"]
     lines += [_line(label, result[key]) for label, key in COUNTS.items() if key in result]
-    for name, title in TITLES.items():
+    for name, title in METRICS.items():
         if f"mean_{name}_ms" not in result:
             continue
         lines.append(f"{f' {title} ':-^60}")
         for statistic in ("mean", "median", *(f"p{percent:g}" for percent in percentiles)):
-            label = f"{statistic.capitalize()} {name.upper()} (ms)"
+            label = f"{statistic.capitalize()} {name.upper().replace('_', ' ')} (ms)"
             lines.append(_line(label, result[f"{statistic}_{name}_ms"]))
     return "\n".join([*lines, "=" * 60])
 

@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "verify": ("verify", "main"),
     }
 )
+OF_SERVERS = frozenset(("serve", "sweep", "replay"))  # which take --api-key
 # whose other flags are the engine's
 OF_ENGINES = frozenset(("throughput", "latency", "offload", "plan", "simulate"))
 
@@ -52,14 +53,19 @@ def preset_arguments(name: str) -> list[str]:
     return [preset["command"], *flags]
 
 
-def run(arguments: list[str], read_settings: ReadSettings) -> int:
-    """Run one command or preset; its exit code. Raises ``BenchError`` for an unknown one."""
+def run(arguments: list[str], read_settings: ReadSettings, api_key: str = "") -> int:
+    """Run one command or preset; its exit code. Raises ``BenchError`` for an unknown one.
+
+    ``api_key`` is that of a server that runs already, unless a flag gives another.
+    """
     name, *rest = arguments
     if name in presets():
         name, *rest = [*preset_arguments(name), *rest]
     if name not in COMMANDS:
         known = ", ".join((*COMMANDS, *presets()))
         raise BenchError(f"{name!r} is no benchmark; choose one of {known}")
+    if api_key and name in OF_SERVERS:
+        rest = [f"--api-key={api_key}", *rest]
     module, function = COMMANDS[name]
     command = getattr(import_module(f"jaxinfer.bench.{module}"), function)
     before = signal.signal(signal.SIGTERM, _end)  # servers that were started end too
@@ -70,4 +76,6 @@ def run(arguments: list[str], read_settings: ReadSettings) -> int:
 
 
 def _end(number: int, frame: object) -> None:
+    """End the run once: a second signal, as `timeout` sends it, must not end the report too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -23,7 +23,7 @@ MEMORY_EVERY = 8  # samples: the kernel takes some ms to add up the pages of a p
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One look at the machine. The lists have an entry for each GPU."""
+    """One look at the machine. A list has an entry for each GPU; none if NVML does not tell."""
 
     ns: int  # since the start of the series
     gpu_percent: list[int] = []  # share of the time in which a kernel ran
@@ -51,15 +51,29 @@ class Gpus:
             self.reason = f"NVML does not answer ({error})"
         if not self.reason and not self._handles:
             self.reason = "NVML lists no GPU"
+        if self._handles:
+            names = zip(("use", "power", "memory"), self.look(), strict=True)
+            if absent := [name for name, column in names if not column]:
+                self.reason = f"NVML does not tell {' and '.join(absent)} of these GPUs"
 
     def look(self) -> tuple[list[int], list[float], list[float]]:
-        """Percent, watts and MB of each GPU."""
-        percent, watts, megabytes = list[int](), list[float](), list[float]()
-        for handle in self._handles:
-            percent.append(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-            watts.append(self._nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
-            megabytes.append(self._nvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6)
-        return percent, watts, megabytes
+        """Percent, watts and MB of each GPU; a list is empty if a GPU does not tell it, as one that
+        is divided (MIG) has no use.
+        """
+        if not self._handles:
+            return [], [], []
+        nvml = self._nvml
+        return (
+            self._each(lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+            self._each(lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
+            self._each(lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e6),
+        )
+
+    def _each(self, read: Callable[[Any], Any]) -> list[Any]:
+        try:
+            return [read(handle) for handle in self._handles]
+        except self._nvml.NVMLError:
+            return []
 
 
 @contextmanager
@@ -100,15 +114,20 @@ def missing_telemetry(pid: int | None) -> dict[str, str]:
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of use and power of each GPU that was used, peaks of memory."""
+    """Means of use and power of each GPU that was used, as far as it is known, peaks of memory."""
     facts: dict[str, float] = {}
     if peak := max((one.server_rss_mb for one in samples), default=0.0):
         facts["server_rss_peak_mb"] = peak
-    for gpu in range(len(samples[0].gpu_percent) if samples else 0):
-        if any(one.gpu_percent[gpu] for one in samples):
-            facts[f"gpu{gpu}_percent"] = mean([one.gpu_percent[gpu] for one in samples])
-            facts[f"gpu{gpu}_watts"] = mean([one.gpu_watts[gpu] for one in samples])
-            facts[f"gpu{gpu}_peak_mb"] = max(one.gpu_mb[gpu] for one in samples)
+    for gpu in range(max((len(one.gpu_mb) for one in samples), default=0)):
+        percent = [one.gpu_percent[gpu] for one in samples if one.gpu_percent]
+        watts = [one.gpu_watts[gpu] for one in samples if one.gpu_watts]
+        if percent and not any(percent):
+            continue
+        if percent:
+            facts[f"gpu{gpu}_percent"] = mean(percent)
+        if watts:
+            facts[f"gpu{gpu}_watts"] = mean(watts)
+        facts[f"gpu{gpu}_peak_mb"] = max(one.gpu_mb[gpu] for one in samples if one.gpu_mb)
     return facts
 
 

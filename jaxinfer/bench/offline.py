@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +27,22 @@ from jaxinfer.bench.arguments import (
     request_fields,
     settings_of,
 )
-from jaxinfer.bench.figures import table
+from jaxinfer.bench.circumstances import write_report
+from jaxinfer.bench.figures import duration, table
 from jaxinfer.bench.folder import TRACE, Folder, default_path, finished, now
-from jaxinfer.bench.numbers import rotated
+from jaxinfer.bench.numbers import mean, percentile, rotated
 from jaxinfer.bench.offer import NotReady
 from jaxinfer.bench.offline_peer import OfflinePeer
 from jaxinfer.bench.records import MISSING, Record, Run, Series
-from jaxinfer.bench.requests import Requests
+from jaxinfer.bench.requests import FILES, Requests
 from jaxinfer.bench.results import OURS
 from jaxinfer.bench.serve import conclude
+from jaxinfer.bench.vllm_flags import (
+    OFFLINE_REFUSED,
+    OFFLINE_WITHOUT_EFFECT,
+    REFUSED,
+    add_told,
+)
 from jaxinfer.bench.workload import Query, fingerprint
 from jaxinfer.core.errors import BenchError
 
@@ -48,26 +56,40 @@ type Call = Callable[[Sequence[Query]], list[Record]]  # one call: a record for 
 PEERS: Mapping[str, str] = MappingProxyType(  # that ``throughput`` knows, and what takes --args
     {"vllm": "LLM", "sglang": "Engine"}
 )
+# flags of a load that needs a server
+OF_SERVERS = (
+    *("endpoint", "request_rate", "burstiness", "ramp_up_strategy", "max_concurrency"),
+    *("num_warmups", "time_scale"),
+)
 GREEDY: Mapping[str, Any] = MappingProxyType({"temperature": 0.0})  # unless a flag says otherwise
 LATENCY_PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)  # vLLM's
 
 
-def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
-    """Tokens a second of many prompts given at once, next to other engines'; the exit code."""
-    parser = Parser("throughput", "Tokens a second of many prompts at once, without a server.")
-    add_workload(parser)
-    parser.add_argument("--num-iters", type=count, default=3, help="calls that are timed")
-    parser.add_argument("--num-iters-warmup", type=int, default=1, help="calls that are not")
-    parser.add_argument("--backends", type=_backends, default=(OURS,), help=_backends.__doc__)
+def parser() -> Parser:
+    """The command line of ``throughput``."""
+    made = Parser("throughput", "Tokens a second of many prompts at once, without a server.")
+    add_workload(made)
+    made.add_argument("--num-iters", type=count, default=3, help="calls that are timed")
+    made.add_argument("--num-iters-warmup", type=int, default=1, help="calls that are not")
+    made.add_argument("--output-json", type=Path, help="also vLLM's JSON file")
+    add_told(made, OFFLINE_WITHOUT_EFFECT, [*OFFLINE_REFUSED, *REFUSED])
+    made.add_argument("--backends", type=_backends, default=(OURS,), help=_backends.__doc__)
     for name, takes in PEERS.items():
-        group = parser.add_argument_group(f"{name}, in turns with jaxinfer, on the same device")
+        group = made.add_argument_group(f"{name}, in turns with jaxinfer, on the same device")
         group.add_argument(f"--python-{name}", default=sys.executable, metavar="PATH")
         group.add_argument(f"--model-{name}")
         group.add_argument(f"--args-{name}", type=json_object, default={}, help=f"of {takes}, JSON")
-    add_profile(parser)
-    add_output(parser)
-    given, more = parser.parse_known_args(arguments)
+    add_profile(made)
+    add_output(made)
+    return made
+
+
+def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
+    """Tokens a second of many prompts given at once, next to other engines'; the exit code."""
+    made = parser()
+    given, more = made.parse_known_args(arguments)
     requests, settings = Requests(given), read_settings(more)
+    _check_load(made, given, requests)
     fields = {**GREEDY, **request_fields(given)}
     run = Run(
         command="throughput",
@@ -93,7 +115,51 @@ def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
         if given.profile:
             last = given.num_iters_warmup + given.num_iters
             profile_call(llm, requests.queries(given.num_prompts, last), fields, given, folder)
+    if given.output_json:
+        write_report(given.output_json, vllm_throughput(folder.records()["call-0"]))
     return _printed(folder)
+
+
+def vllm_throughput(records: Sequence[Record]) -> dict[str, Any]:
+    """One call under the names of ``vllm bench throughput --output-json``."""
+    seconds = duration(records)
+    tokens = sum(record.prompt_tokens + record.output_tokens for record in records)
+    return {
+        "elapsed_time": seconds,
+        "num_requests": len(records),
+        "total_num_tokens": tokens,
+        "requests_per_second": len(records) / seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def vllm_latency(records: Sequence[Record], percents: Sequence[float]) -> dict[str, Any]:
+    """The calls under the names of ``vllm bench latency --output-json``."""
+    seconds = [record.latency_ns / 1e9 for record in records]
+    return {
+        "avg_latency": mean(seconds),
+        "latencies": seconds,
+        "percentiles": {f"{percent:g}": percentile(seconds, percent) for percent in percents},
+    }
+
+
+def _check_load(made: Parser, given: argparse.Namespace, requests: Requests) -> None:
+    """Raise ``BenchError`` for flags and datasets that only a server's load has."""
+    changed = [name for name in OF_SERVERS if getattr(given, name) != made.get_default(name)]
+    if changed:
+        raise BenchError(
+            f"--{changed[0].replace('_', '-')} is of requests to a server, and `throughput` gives "
+            "all prompts at once; leave it out, or use `jaxinfer bench serve`"
+        )
+    is_chat = given.dataset_name == "sessions" or (
+        given.dataset_name in FILES
+        and any(isinstance(one.prompt, list) and one.messages for one in requests.queries(1))
+    )
+    if is_chat:
+        raise BenchError(
+            "`throughput` takes texts and token ids, no messages; use `jaxinfer bench serve "
+            "--endpoint /v1/chat/completions`"
+        )
 
 
 def _backends(text: str) -> tuple[str, ...]:
@@ -166,16 +232,18 @@ def _call(name: str, call: Call, queries: Sequence[Query], number: int, folder: 
 
 def latency(arguments: list[str], read_settings: ReadSettings) -> int:
     """Milliseconds of one batch from call to return; the exit code."""
-    parser = Parser("latency", "Milliseconds of one batch of prompts, without a server.")
-    parser.add_argument("--input-len", type=count, default=32)
-    parser.add_argument("--output-len", type=count, default=128)
-    parser.add_argument("--batch-size", type=count, default=8)
-    parser.add_argument("--num-iters-warmup", type=int, default=10)
-    parser.add_argument("--num-iters", type=count, default=30)
-    parser.add_argument("--metric-percentiles", type=percents, default=LATENCY_PERCENTILES)
-    add_profile(parser)
-    add_output(parser)
-    given, more = parser.parse_known_args(arguments)
+    made = Parser("latency", "Milliseconds of one batch of prompts, without a server.")
+    made.add_argument("--input-len", type=count, default=32)
+    made.add_argument("--output-len", type=count, default=128)
+    made.add_argument("--batch-size", type=count, default=8)
+    made.add_argument("--num-iters-warmup", type=int, default=10)
+    made.add_argument("--num-iters", type=count, default=30)
+    made.add_argument("--metric-percentiles", type=percents, default=LATENCY_PERCENTILES)
+    made.add_argument("--output-json", type=Path, help="also vLLM's JSON file")
+    add_told(made, OFFLINE_WITHOUT_EFFECT, [one for one in REFUSED if "--n" in one.flags.split()])
+    add_profile(made)
+    add_output(made)
+    given, more = made.parse_known_args(arguments)
     settings = read_settings(more)
     llm = engine_of(settings)
     run = Run(
@@ -204,6 +272,8 @@ def latency(arguments: list[str], read_settings: ReadSettings) -> int:
         if given.profile:
             last = given.num_iters_warmup + given.num_iters
             profile_call(llm, _batch(last, given, vocab_size), fields, given, folder)
+    if given.output_json:
+        write_report(given.output_json, vllm_latency(records, given.metric_percentiles))
     return _printed(folder)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from jaxinfer.bench.figures import TITLES, is_answered, samples
+from jaxinfer.bench.figures import METRICS, is_answered, samples
 from jaxinfer.bench.numbers import percentile
 from jaxinfer.bench.plot import curves_plot
 from jaxinfer.bench.records import MISSING, Record, Run
@@ -89,14 +89,14 @@ def _plots(
                 ]
                 for percent in run.percentiles
             }
-            yield curves_plot(f"{TITLES[metric]}, ms, by requests a second", lines)
+            yield curves_plot(f"{METRICS[metric]}, ms, by requests a second", lines)
         spread = {
             one.name: [(float(percent), percentile(values, percent)) for percent in PERCENTS]
             for one in shown
             if (values := _samples(records[one.name]).get(metric))
         }
         if spread:
-            yield curves_plot(f"{TITLES[metric]}, ms, by percentile", spread)
+            yield curves_plot(f"{METRICS[metric]}, ms, by percentile", spread)
 
 
 def _samples(records: Sequence[Record]) -> dict[str, list[float]]:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxinfer.bench.client import Answer
+from jaxinfer.bench.client import NO_TEXT, Answer
 from jaxinfer.core.errors import BenchError
 
-FORMAT = 1  # of a run's folder; another one is refused
+FORMAT = 2  # of a run's folder; another one is refused
 COMPLETE, PARTIAL, MISSING = "complete", "partial", "missing"  # states of a series and of a run
 
 
@@ -21,9 +21,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     start_ns: int = 0  # since the start of its series
     gaps_ns: list[int] = []  # to the first chunk since the start; then between chunks
+    closing_ns: int = 0  # from the last chunk with text to one that only says why the answer ended
     end_ns: int = 0  # of the response, since the request's start
+    queued_ns: int = 0  # that the request waited in the client before its start
     prompt_tokens: int = 0  # as the server counted
     output_tokens: int = 0  # as the server counted
+    cached_tokens: int | None = None  # of the prompt, as the server counted, where it does
+    sent_tokens: int | None = None  # ids of the prompt, where it was sent as such
     turn: int = 0  # its number in its session
     listed_tokens: int | None = None  # ids that the chunks listed, where they did
     error: str = ""
@@ -33,7 +37,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def latency_ns(self) -> int:
         """Until the last chunk."""
-        return sum(self.gaps_ns)
+        return sum(self.gaps_ns) + self.closing_ns
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the server told how many tokens there are."""
+        return bool(self.prompt_tokens or self.output_tokens)
 
     def with_counts(self, prompt_tokens: int, output_tokens: int) -> Record:
         """The same with the server's counts."""
@@ -81,28 +90,38 @@ def records_of(
     answers: Sequence[Answer],
     start: float,
     turns: Sequence[int] | None = None,
+    sent: Sequence[int | None] | None = None,
     *,
     texts: bool = False,
 ) -> list[Record]:
-    """Records of the answers of one series that began at ``start`` of ``time.perf_counter``."""
+    """Records of the answers of one series that began at ``start`` of ``time.perf_counter``.
+
+    ``sent``: the number of token ids of each prompt that was sent as such.
+    """
     numbers = turns if turns is not None else [0] * len(answers)
-    pairs = zip(answers, numbers, strict=True)
-    return [_record_of(answer, start, turn, texts) for answer, turn in pairs]
+    lengths = sent if sent is not None else [None] * len(answers)
+    rows = zip(answers, numbers, lengths, strict=True)
+    return [_record_of(answer, start, turn, length, texts) for answer, turn, length in rows]
 
 
-def _record_of(answer: Answer, start: float, turn: int, texts: bool) -> Record:
+def _record_of(answer: Answer, start: float, turn: int, sent: int | None, texts: bool) -> Record:
     times = [_ns(when - answer.start) for when in answer.times]
     last = times[-1] if times else 0
+    closing = max(0, _ns(answer.closed - answer.start) - last) if times else 0
     listed = sum(map(len, answer.token_ids.values())) if answer.token_ids else None
     return Record(
         start_ns=_ns(answer.start - start),
         gaps_ns=[b - a for a, b in zip([0, *times], times, strict=False)],
-        end_ns=max(_ns(answer.end - answer.start), last),
+        closing_ns=closing,
+        end_ns=max(_ns(answer.end - answer.start), last + closing),
+        queued_ns=_ns(answer.queued),
         prompt_tokens=answer.prompt_tokens,
         output_tokens=answer.output_tokens,
+        cached_tokens=answer.cached_tokens,
+        sent_tokens=sent,
         turn=turn,
         listed_tokens=listed,
-        error=answer.error,
+        error=answer.error or ("" if times else NO_TEXT),
         text="".join(answer.text) if texts else None,
     )
 

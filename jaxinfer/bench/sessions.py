@@ -5,6 +5,7 @@ a JSON object a line, in one of AIPerf's forms:
 
 - ``{"session_id": s, "turns": [{"text": t, "delay": ms}, ...]}``: texts of a user; the server's own
   answers stand between them.
+- ``{"text": t, "output_length": n}``: a session of one turn; Mooncake's key is ``text_input``.
 - ``{"session_id": s, "messages": [...], "output_length": n, "delay": ms}``: a turn a line, with all
   messages before it, so that every engine gets the same ones; ``tools`` are sent too.
 - ``{"session_id": s, "input_length": n, "output_length": n, "hash_ids": [...], "delay": ms}``:
@@ -25,6 +26,8 @@ from jaxinfer.bench.traces import Arrival, queries_of
 from jaxinfer.bench.workload import DEFAULT_OUTPUT, Query, file_text
 from jaxinfer.core.errors import BenchError
 
+KEYS = ("session_id", "turns", "messages", "text", "text_input")  # of which a session has one
+
 type Rows = list[Mapping[str, Any]]
 
 
@@ -39,6 +42,8 @@ def read_sessions(path: Path, count: int) -> list[Rows]:
             continue
         try:
             row = json.loads(line)
+            if "text_input" in row:
+                row["text"] = row["text_input"]
             turns = row.get("turns", [row])
             checked = [_checked(turn) for turn in turns]
             if not checked:
@@ -56,9 +61,13 @@ def read_sessions(path: Path, count: int) -> list[Rows]:
 
 
 def has_sessions(path: Path) -> bool:
-    """True if the first row of a file is a turn, or the turns, of a session."""
+    """True if the first row of a file is a turn, or the turns, of a session, or has a text."""
     first = next((line for line in file_text(path).splitlines() if line.strip()), "")
-    return '"session_id"' in first or '"turns"' in first
+    try:
+        row = json.loads(first)
+    except ValueError:
+        return False  # Azure's form
+    return isinstance(row, dict) and not row.keys().isdisjoint(KEYS)
 
 
 def _checked(turn: Mapping[str, Any]) -> Mapping[str, Any]:

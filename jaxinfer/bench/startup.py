@@ -21,6 +21,7 @@ from jaxinfer.bench.arguments import Parser, add_output, count, settings_of
 from jaxinfer.bench.folder import Folder, default_path, finished, now
 from jaxinfer.bench.records import Record, Run, Series
 from jaxinfer.bench.serve import conclude
+from jaxinfer.bench.vllm_flags import STARTUP_REFUSED, add_told
 from jaxinfer.core.errors import BenchError
 
 PROMPT = "What is the capital of France?"
@@ -69,8 +70,14 @@ def run_once(model: str, cache_dir: str, flags: Sequence[str] = ()) -> dict[str,
         text=True,
     )
     assert process.stderr is not None
-    report = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)  # instead of process.wait(): it returns the memory
+    try:
+        report = process.stderr.read()
+        # instead of process.wait(): it returns the memory
+        _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:  # the run is ended
+        process.kill()
+        process.communicate()
+        raise
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise BenchError(f"jaxinfer generate failed: {_last_line(report)}")
@@ -111,6 +118,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--num-iters-cold", type=count, default=1)
     parser.add_argument("--num-iters-warm", type=count, default=5)
+    add_told(parser, (), STARTUP_REFUSED)
     add_output(parser)
     given = parser.parse_args(arguments)
     run = Run(

@@ -27,6 +27,7 @@ from jaxinfer.bench.records import COMPLETE, Run, Series
 from jaxinfer.bench.requests import TRACES, Load, Requests
 from jaxinfer.bench.results import level_meets, results_of
 from jaxinfer.bench.serve import Target, conclude, environment_of, sweep_line, target_of
+from jaxinfer.bench.vllm_flags import REFUSED, SWEEPS, WITHOUT_EFFECT, add_told
 from jaxinfer.core.errors import BenchError
 
 LEAST_REQUESTS = 15  # of a level, so that it has a tail
@@ -62,6 +63,7 @@ def parser() -> Parser:
     add_server(made)
     add_workload(made)
     add_report(made)
+    add_told(made, WITHOUT_EFFECT, REFUSED)
     return made
 
 
@@ -101,6 +103,12 @@ async def _level(
 
 def main(arguments: list[str]) -> int:
     """Search, print, write; the exit code, which is 1 if no rate meets the limits."""
+    if arguments and arguments[0] in SWEEPS:
+        raise BenchError(
+            f"sweep {arguments[0]} is vLLM's; `jaxinfer bench sweep --limit` searches for the "
+            "highest rate of one server, `serve --sweep 1,4,8` measures rates, `plot` draws "
+            "several runs, and servers with other settings are started one after the other"
+        )
     given = parser().parse_args(arguments)
     limits = [gate.text for gate in gates_of(given.limit)]
     if not limits or any(gate.peer for gate in gates_of(given.limit)):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.bench.workload import Query, file_text
+from jaxinfer.bench.workload import DEFAULT_OUTPUT, Query, file_text
 from jaxinfer.core.errors import BenchError
 
 type Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]  # [tokens]
@@ -68,7 +68,7 @@ def _mooncake(text: str) -> list[Arrival]:
         Arrival(
             row["timestamp"] / 1e3,
             int(row["input_length"]),
-            int(row["output_length"]),
+            int(row.get("output_length") or DEFAULT_OUTPUT),
             tuple(row.get("hash_ids", ())),
         )
         for row in rows

@@ -10,6 +10,7 @@ from typing import Any
 from jaxinfer.bench.arguments import Parser, add_output
 from jaxinfer.bench.folder import PAGE, REPORT, RESULT, SUMS, read_file, read_folder, sums_of
 from jaxinfer.bench.page import page_text
+from jaxinfer.bench.records import COMPLETE
 from jaxinfer.bench.report import report_text
 from jaxinfer.bench.results import results_of
 from jaxinfer.core.errors import BenchError
@@ -90,6 +91,8 @@ def main(arguments: list[str]) -> int:
     if not found:
         count = count_of([result["series"], result.get("profile", {})])
         print(f"{given.folder}: {count} figures follow from the records")
-    if read.run.state != "complete":
-        print(f"{given.folder}: the run is {read.run.state}: {read.run.reason}")
+    if read.run.state != COMPLETE:
+        absent = [f"{one.name} is {one.state}" for one in read.run.series if one.state != COMPLETE]
+        reasons = ", ".join([read.run.reason, *absent] if read.run.reason else absent)
+        print(f"{given.folder}: the run is {read.run.state}: {reasons}")
     return int(bool(found or failed))

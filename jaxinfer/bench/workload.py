@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,8 @@ import numpy as np
 from jaxinfer.core.errors import BenchError
 
 DEFAULT_OUTPUT = 256  # tokens of an answer whose length no row tells
+# tokens of the conversations of ShareGPT that are used, as in vLLM's and sglang's benchmarks
+SHORTEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 
 type Messages = list[dict[str, Any]]
 
@@ -52,12 +54,15 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomLengths:
-    """Lengths of a random workload, in tokens; they vary by ``range_ratio`` both ways."""
+    """Lengths of a random workload, in tokens; they vary by ``range_ratio`` both ways, those of
+    answers by ``output_ratio`` if it is given.
+    """
 
     input_len: int = 1024
     output_len: int = 128
     prefix_len: int = 0  # the same tokens before every prompt, in addition to input_len
     range_ratio: float = 0.0
+    output_ratio: float | None = None
 
 
 def random_queries(
@@ -66,11 +71,13 @@ def random_queries(
     """``count`` prompts of token ids drawn from ``vocab``."""
     ids = np.asarray(vocab)
     prefix = _draw(np.random.default_rng([seed, 0]), ids, lengths.prefix_len)
+    ratio, output_ratio = lengths.range_ratio, lengths.output_ratio
+    output_ratio = ratio if output_ratio is None else output_ratio
     queries: list[Query] = []
     for index in range(count):
         rng = np.random.default_rng([seed, 1, index])
-        num_input = _vary(rng, lengths.input_len, lengths.range_ratio)
-        num_output = max(1, _vary(rng, lengths.output_len, lengths.range_ratio))
+        num_input = _vary(rng, lengths.input_len, ratio)
+        num_output = max(1, _vary(rng, lengths.output_len, output_ratio))
         queries.append(Query(prefix + _draw(rng, ids, num_input), num_output))
     return queries
 
@@ -106,13 +113,21 @@ def prefix_queries(lengths: Prefixes, vocab: Sequence[int], count: int, seed: in
     return queries
 
 
-def read_queries(path: Path, count: int, output_len: int | None, seed: int) -> list[Query]:
+def read_queries(
+    path: Path,
+    count: int,
+    output_len: int | None,
+    seed: int | None,
+    *,
+    repeats: bool = True,
+    count_tokens: Callable[[str], int] | None = None,
+) -> list[Query]:
     """Prompts of a file: ShareGPT's JSON list, or JSON lines with ``prompt`` (as HumanEval's);
-    shuffled by the seed.
+    shuffled by the seed, or in their order, and if it ``repeats`` again from the first.
 
-    The answer's length is ``output_len``, else the row's ``output_tokens``, else
-    ``DEFAULT_OUTPUT``. Raises ``BenchError`` if the file cannot be read, holds no prompts, or one
-    of another form.
+    The answer's length is ``output_len``, else the row's ``output_tokens``, else that of the answer
+    that a conversation has (if ``count_tokens`` can tell it), else ``DEFAULT_OUTPUT``. Raises
+    ``BenchError`` if the file cannot be read, holds no prompts, or one of another form.
     """
     text = file_text(path)
     try:
@@ -127,8 +142,10 @@ def read_queries(path: Path, count: int, output_len: int | None, seed: int) -> l
         try:
             prompt = _prompt_of(row) if isinstance(row, dict) else None
             if prompt:
-                length = output_len or _length_of(row)
-                queries.append(Query(_checked_prompt(prompt), length))
+                length = output_len or _length_of(row, count_tokens)
+                query = Query(_checked_prompt(prompt), length)
+                if _is_usual(query, output_len, count_tokens):
+                    queries.append(query)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise BenchError(
                 f"row {number} of {path} is no request ({error}); name another --dataset-path"
@@ -137,7 +154,11 @@ def read_queries(path: Path, count: int, output_len: int | None, seed: int) -> l
         raise BenchError(
             f"{path} has no row with 'prompt' or 'conversations'; name another --dataset-path"
         )
-    order = np.random.default_rng(seed).permutation(len(queries))
+    if seed is None:
+        order = np.arange(len(queries))
+    else:
+        order = np.random.default_rng(seed).permutation(len(queries))
+    count = count if repeats else min(count, len(queries))
     return [queries[order[index % len(queries)]] for index in range(count)]
 
 
@@ -169,9 +190,24 @@ def _checked_prompt(prompt: Any) -> str | list[int] | Messages:
     return items
 
 
-def _length_of(row: Mapping[str, Any]) -> int:
+def _is_usual(
+    query: Query, output_len: int | None, count_tokens: Callable[[str], int] | None
+) -> bool:
+    """False for a conversation that vLLM's benchmark leaves out: too short, or too long."""
+    if count_tokens is None or not isinstance(query.prompt, str):
+        return True
+    tokens = count_tokens(query.prompt)
+    is_short = tokens < SHORTEST or (output_len is None and query.max_tokens < SHORTEST)
+    return not (is_short or tokens > LONGEST_PROMPT or tokens + query.max_tokens > LONGEST)
+
+
+def _length_of(row: Mapping[str, Any], count_tokens: Callable[[str], int] | None) -> int:
     """The length of the answer that a row asks for; raises ``ValueError`` for none."""
-    length = row.get("output_tokens") or DEFAULT_OUTPUT
+    length = row.get("output_tokens")
+    turns = row.get("conversations") or ()
+    if length is None and count_tokens is not None and len(turns) > 1:
+        length = count_tokens(turns[1].get("value") or "")
+    length = length or DEFAULT_OUTPUT
     if not isinstance(length, int) or length < 1:
         raise ValueError(f"its output_tokens is {length!r}")
     return length

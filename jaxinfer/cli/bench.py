@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -47,7 +48,12 @@ def bench(ctx: click.Context, command: str | None, arguments: tuple[str, ...]) -
 
     if command is None:
         raise click.UsageError("give a command; `jaxinfer bench --help` lists them")
-    ctx.exit(run([command, *arguments], engine_settings))
+    ctx.exit(run([command, *arguments], engine_settings, _api_key()))
+
+
+def _api_key() -> str:
+    """The key for a server that runs already: as of `jaxinfer chat`, or as of `vllm bench`."""
+    return os.environ.get("JAXINFER_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
 
 
 def engine_settings(arguments: list[str]) -> dict[str, Any]:

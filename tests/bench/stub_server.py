@@ -26,6 +26,7 @@ class StubServer:
         self.connections = 0
         self.open_requests = self.most_open_requests = 0
         self.bodies: list[dict[str, Any]] = []
+        self.heads: list[str] = []  # of the requests with a body
 
     async def __aenter__(self) -> StubServer:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
@@ -58,6 +59,7 @@ class StubServer:
         length = next(int(line[16:]) for line in lines if line.startswith("content-length: "))
         body = json.loads(await reader.readexactly(length))
         self.bodies.append(body)
+        self.heads.append(head)
         self.open_requests += 1
         self.most_open_requests = max(self.most_open_requests, self.open_requests)
         try:
@@ -87,6 +89,31 @@ class StubServer:
             writer.write(bytes([value]))
             await asyncio.sleep(0)
         return True
+
+    async def _verbatim(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        """What the field ``sends`` has, as the events of a stream."""
+        writer.write(EVENT_STREAM + chunk(body["sends"].encode()) + chunk(b""))
+        return True
+
+    async def _page(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        page = "<title>Sign in</title>"
+        writer.write(plain("200 OK", page).replace(b"application/json", b"text/html"))
+        return True
+
+    async def _nothing(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        writer.write(EVENT_STREAM + chunk(b"data: [DONE]\n\n") + chunk(b""))
+        return True
+
+    async def _uncounted(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        writer.write(EVENT_STREAM)
+        for _ in range(body["max_tokens"]):
+            writer.write(chunk(event({"choices": [{"index": 0, "text": "w"}]})))
+        writer.write(chunk(b"data: [DONE]\n\n") + chunk(b""))
+        return True
+
+    async def _silent(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        await asyncio.sleep(60)
+        return False
 
     async def _refused(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         writer.write(plain("400 Bad Request", '{"error": {"message": "no such field"}}'))

@@ -207,8 +207,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / SUMS).write_text("")
     with pytest.raises(BenchError, match="describes no benchmark"):
         verify.main([str(tmp_path)])
-    (tmp_path / "run.json").write_text('{"format": 2, "command": "serve"}')
-    with pytest.raises(BenchError, match="has format 2 and this jaxinfer reads 1"):
+    (tmp_path / "run.json").write_text('{"format": 1, "command": "serve"}')
+    with pytest.raises(BenchError, match="has format 1 and this jaxinfer reads 2"):
         verify.main([str(tmp_path)])
     with pytest.raises(BenchError, match="has files; name another --output"):
         Folder.create(tmp_path, Run(command="serve", created="now", settings={}))
@@ -233,5 +233,7 @@ def test_runs_are_drawn_with_a_curve_for_each_engine(tmp_path: Path) -> None:
     flags = ["--x=output_throughput", "--y=tpot_p50", f"--output={tmp_path / 'x.svg'}"]
     assert draw.main([*map(str, paths), *flags]) == 0
     assert (tmp_path / "x.svg").read_text().count("<polyline") == 4
+    with pytest.raises(BenchError, match="x.svg cannot be written"):
+        draw.main([str(paths[0]), *flags[:2], f"--output={paths[0] / 'run.json' / 'x.svg'}"])
     with pytest.raises(BenchError, match="both rate and tpot_p50"):
         draw.main([str(paths[0]), "--y=tpot_p50"])

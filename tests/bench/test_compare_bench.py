@@ -19,6 +19,10 @@ from click.testing import CliRunner
 from jaxinfer.bench import compare, verify
 from jaxinfer.bench.backends import BACKENDS
 from jaxinfer.bench.client import Client
+from jaxinfer.bench.folder import Folder
+from jaxinfer.bench.main import run as run_command
+from jaxinfer.bench.offer import NotReady
+from jaxinfer.bench.records import Run
 from jaxinfer.cli.main import cli
 from jaxinfer.core.config import cache_root
 from jaxinfer.core.errors import BenchError
@@ -56,9 +60,9 @@ def result(path: Path, name: str = "result.json") -> dict[str, Any]:
 
 def test_a_comparison_with_a_missing_and_a_dying_peer(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    peers = {"jaxinfer": "", "vllm": "gap=0.02", "llamacpp": "dies_after=3"}
+    peers = {"jaxinfer": "", "vllm": "gap=0.06", "llamacpp": "dies_after=3"}
     words = command(path, peers, "sglang", "--python-sglang=/nowhere/python", "--prompts=ids")
-    words += ["--rounds=1", "--gate=tpot_p50<=1.0*vllm"]
+    words += ["--rounds=1", "--gate=tpot_p50<=1.0*vllm", "--temperature=0"]
     assert compare.main(words) == 1  # partial
     run, found = result(path, "run.json"), result(path)
     states = {one["name"]: (one["state"], one["reason"]) for one in run["series"]}
@@ -93,6 +97,20 @@ def test_a_server_that_runs_is_asked_for_its_version(route: str, version: str) -
                 return await compare.version_of(client, route)
 
     assert asyncio.run(ask()) == version
+
+
+def test_counts_of_a_second_answer_are_of_the_same_answer(tmp_path: Path) -> None:
+    """Or there are none: llama.cpp's streams have no counts, and drawn answers differ."""
+    words = ["--backends=llamacpp", "--url-llamacpp=http://127.0.0.1:9", "--model=m", *LOAD]
+    given = compare.parser().parse_args([*words, "--prompts=ids"])
+    (peer,) = compare.peers_of(given)
+    run = Run(command="compare", created="now", settings={})
+    comparison = compare.Comparison(given, [peer], Folder.create(tmp_path / "run", run))
+    queries, times = comparison._queries(0, 0)
+    with pytest.raises(NotReady, match="without --temperature 0 the second answer would be"):
+        comparison._load(peer, "m", queries, times)
+    given.temperature = 0.0
+    assert len(comparison._load(peer, "m", queries, times).bodies) == 3
 
 
 def test_rounds_alternate_and_differ_and_a_run_is_resumed(
@@ -153,7 +171,10 @@ def test_a_server_that_never_answers_is_missing(tmp_path: Path) -> None:
     [
         (["--backends=vlm"], "'vlm' is no backend; choose among jaxinfer"),
         (["--backends=vllm"], "vllm has no model; give --model or --model-vllm"),
-        (["--backends=llamacpp", "--model=m"], "takes no token ids, so prompts are decoded"),
+        (
+            ["--backends=llamacpp", "--model-llamacpp=m"],
+            "take no token ids, so prompts are decoded",
+        ),
     ],
 )
 def test_wrong_comparisons_are_refused(words: list[str], says: str, tmp_path: Path) -> None:
@@ -176,6 +197,26 @@ def test_a_terminated_comparison_leaves_no_server(tmp_path: Path) -> None:
     assert not any(map(alive, pids(path)))
     assert result(path, "run.json")["state"] == "partial"
     assert os.path.exists(path / "report.md")
+
+
+def test_a_second_signal_does_not_end_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends two: to the process and to its group."""
+    written: list[bool] = []
+
+    def command(arguments: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            written.append(True)
+        return 1
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(compare, "main", command)
+    assert run_command(["compare"], lambda words: {}) == 1 and written
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.nightly

@@ -63,6 +63,23 @@ def test_means_and_peaks() -> None:
     assert summary([]) == {}
 
 
+def test_gpus_that_do_not_tell_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A divided GPU has no use, and the rest is known nevertheless."""
+    module = nvml()
+
+    def unsupported(gpu: int) -> None:
+        raise module.NVMLError("Not Supported")
+
+    module.nvmlDeviceGetUtilizationRates = unsupported  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    with watched(os.getpid()) as samples:
+        time.sleep(0.05)
+    facts = summary(samples)
+    assert (facts["gpu0_watts"], facts["gpu1_watts"], facts["gpu1_peak_mb"]) == (500, 70, 2000)
+    assert "gpu0_percent" not in facts
+    assert Gpus().reason == "NVML does not tell use of these GPUs"
+
+
 def test_without_nvml_only_memory_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml(error=True))
     assert Gpus().reason == "NVML does not answer (Driver Not Loaded)"

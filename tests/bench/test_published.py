@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench import nightly
 from bench.clients import PacedServer, differences_of
-from bench.published import PUBLISHED, lines_of
+from bench.published import BEGIN, END, PUBLISHED, lines_of, redraw
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.server_process import free_port
+from jaxinfer.core.errors import BenchError
+from kit.documents import check_command
 
 
 def group(figure: str, *points: tuple[str, str, float | None]) -> dict[str, Any]:
@@ -102,3 +106,54 @@ def test_differences_are_of_medians_over_rounds() -> None:
     found = differences_of([row(101, 100), row(102, 100), row(150, 100)], ["jaxinfer", "guidellm"])
     assert found["server"] == pytest.approx({"ttft": 0.02, "itl": 0.0})
     assert found["guidellm"] == pytest.approx({"ttft": 0.02, "tpot": 0.0})
+
+
+@pytest.mark.parametrize("sglang", [None, "sglang/python"])
+def test_every_published_run_is_one_of_the_night(sglang: str | None) -> None:
+    """And each command of a night is one that the benchmark accepts."""
+    published = json.loads(PUBLISHED.read_text())
+    asked = {point["run"] for group in published for point in group["points"]}
+    given = SimpleNamespace(
+        models={}, python_vllm="python", python_sglang=sglang, folder=Path("night")
+    )
+    made = {}
+    for name, model, words in nightly.runs(Path("trace.csv")):
+        made[name] = nightly.command_of(given, name, model, words)  # type: ignore[arg-type]
+    assert asked == made.keys()
+    for command in made.values():
+        check_command(["jaxinfer", *command[3:]])
+
+
+def test_a_night_keeps_complete_runs_and_redraws_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=1 if "--random-input-len=256" in command else 0)
+
+    monkeypatch.setattr(nightly.subprocess, "run", run)
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    found = {"p50_ttft_ms": {"median": 0.5, "interval": None}}
+    rows = {"vllm": {"peer": "vllm", "rate": None, "reason": "", "figures": found}}
+    write(tmp_path / "zedinfer-qwen3-8b-128", ratios=rows, state="complete")
+    write(tmp_path / "zedinfer-qwen3-8b-256", ratios={}, state="partial")
+    words = [str(tmp_path), "--only=zedinfer-qwen3", f"--page={page}", "--models=qwen3-8b=here"]
+    assert nightly.main(words) == 1
+    lengths = [next(one for one in command if "input-len" in one) for command in commands]
+    assert lengths == [
+        "--random-input-len=256",
+        "--random-input-len=512",
+        "--random-input-len=1024",
+    ]
+    assert all("--model=here" in command for command in commands)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| 8B, one stream, 128 out, by prompt tokens: TTFT p50 |" in text and "2.00" in text
+    again = page.read_text()
+    assert nightly.main([*words, "--only=none"]) == 0 and page.read_text() == again
+    page.write_text("no place")
+    with pytest.raises(BenchError, match="has no place for the table"):
+        redraw(page, [])

@@ -337,6 +337,8 @@ def test_figures_are_vllms() -> None:
         "tpot": [750.0],  # (3.5 - 0.5) / 4, although there are only 3 chunks
         "itl": [1000.0, 2000.0],
         "e2el": [3500.0, 250.0],
+        "client_queue_time": [0.0, 0.0],
+        "e2el_including_client_queue": [3500.0, 250.0],
     }
     result = summarize([one, two, failed], goodput={"ttft": 300, "e2el": 1000})
     assert result["duration"] == 4.0

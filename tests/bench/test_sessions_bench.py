@@ -13,7 +13,8 @@ import pytest
 from jaxinfer.bench import serve
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.offer import Outcome, Turn, offer_sessions
-from jaxinfer.bench.sessions import read_sessions, session_queries, session_times
+from jaxinfer.bench.sessions import has_sessions, read_sessions, session_queries, session_times
+from jaxinfer.bench.traces import read_trace
 from jaxinfer.bench.workload import Ramp, ramped
 from jaxinfer.core.errors import BenchError
 
@@ -90,6 +91,28 @@ def test_messages_of_a_file_are_sent_as_they_are(tmp_path: Path) -> None:
     _, bodies, _ = run_serve(path, "--endpoint=/v1/chat/completions")
     assert [body["messages"] for body in bodies[1:]] == [turn["messages"] for turn in turns]
     assert bodies[2]["tools"] == turns[1]["tools"] and "tools" not in bodies[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"text": "hi", "output_length": 2}, "hi"),
+        ({"timestamp": 5, "text_input": "hi"}, "hi"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "hi"),
+        ({"timestamp": 5, "input_length": 3, "hash_ids": [1]}, None),
+    ],
+)
+def test_rows_of_one_turn(tmp_path: Path, row: dict[str, Any], says: str | None) -> None:
+    """Of AIPerf's and Mooncake's files, in which most keys are optional."""
+    path = written(tmp_path / "rows.jsonl", [row])
+    assert has_sessions(path) == (says is not None)
+    if says is None:
+        (one,) = read_trace(path)
+        assert (one.input_len, one.output_len) == (3, 256)
+        return
+    (query,) = session_queries(read_sessions(path, 1), (), 0)
+    assert query.messages == [{"role": "user", "content": says}]
+    assert query.max_tokens == row.get("output_length", 256)
 
 
 def test_after_a_failed_turn_no_other_is_sent() -> None:
