@@ -224,6 +224,7 @@ _MODULES = (
     ("Param2MoEForCausalLM", "jaxinfer.models.param2moe"),
     ("SolarForCausalLM", "jaxinfer.models.solar"),
     ("DoryForCausalLM", "jaxinfer.models.dory"),
+    ("Step1ForCausalLM", "jaxinfer.models.step1"),
     ("Step3TextForCausalLM", "jaxinfer.models.step3"),
     ("Step3VLForConditionalGeneration", "jaxinfer.models.step3"),
 )

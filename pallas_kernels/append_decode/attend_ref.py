@@ -11,7 +11,7 @@ from pallas_kernels.lib.page_scales import Pools, values_of
 from pallas_kernels.lib.softmax import biased, capped
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "cap"))
+@partial(jax.jit, static_argnames=("scale", "window", "cap", "root"))
 def attend(
     q: jax.Array,  # [B, N, H]
     pools: Pools,  # [P, S, K, H] each; scales float32[P, S, K]
@@ -23,6 +23,7 @@ def attend(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    root: bool = False,
 ) -> jax.Array:  # [B, N, H]
     """Each row's query attends to the last ``window`` (None: all) of its ``seq_lens[b]`` tokens.
 
@@ -34,7 +35,7 @@ def attend(
     bits (``lib.page_scales``). ``sinks`` are logits of
     each head beside its scores: they take part in the softmax and have no value (Xiao et al., 2023,
     arXiv:2309.17453; gpt-oss learns them). ``cap`` is that of ``softmax.capped``,
-    ``slopes`` are those of ``softmax.biased``.
+    ``slopes`` and ``root`` are those of ``softmax.biased``.
     """
     _, page_size, num_kv_heads, head_dim = pools[0].shape
 
@@ -55,7 +56,7 @@ def attend(
         grouped = query.astype(jnp.float32).reshape(num_kv_heads, -1, head_dim)
         scores = jnp.einsum("KGH,SKH->KGS", grouped, read(0), precision="highest") * scale
         of_heads = None if slopes is None else slopes.reshape(num_kv_heads, -1, 1)  # [K, G, 1]
-        scores = biased(capped(scores, cap), of_heads, length - 1 - position)
+        scores = biased(capped(scores, cap), of_heads, length - 1 - position, root=root)
         if sinks is None:
             weights = jax.nn.softmax(scores, axis=-1, where=seen)
         else:

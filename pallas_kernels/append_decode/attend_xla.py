@@ -18,7 +18,9 @@ from pallas_kernels.lib.page_scales import Pools
 from pallas_kernels.lib.softmax import SoftmaxState
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "cap"))  # one trace serves every layer
+@partial(
+    jax.jit, static_argnames=("scale", "window", "cap", "root")
+)  # one trace serves every layer
 def attend(
     q: jax.Array,  # [B, N, H]
     pools: Pools,  # [P, S, K, H] each; scales float32[P, S, K]
@@ -30,6 +32,7 @@ def attend(
     scale: float,
     window: int | None = None,
     cap: float | None = None,
+    root: bool = False,
 ) -> jax.Array:  # [B, N, H]
     """See ``attend_ref``; a row's bits depend neither on the other rows nor on their number."""
     b, n, h = q.shape
@@ -53,7 +56,7 @@ def attend(
             k = softmax.read_block(pools[0], ids, scales[0])
             scores = jnp.sum(k[:, :, None] * query, axis=-1)  # [block, K, G]
             distance = (length - 1 - position)[:, None, None]
-            scores = softmax.biased(softmax.capped(scores, cap), by_head, distance)
+            scores = softmax.biased(softmax.capped(scores, cap), by_head, distance, root=root)
             scores = jnp.where(visible, scores, -jnp.inf)
             m_ij, alpha, p = softmax.block_weights(state, scores, 0)
             # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.

@@ -332,6 +332,15 @@ CASES = (
     DecodeCase(
         "smollm2_tp3_slopes_window", _SMOL_TP3, (300, 9), slopes=True, window=140, tags=_XLA
     ),
+    DecodeCase(
+        "gpt2_slopes_root",
+        shapes.GPT2,
+        (3, 0, 300),
+        rotary=False,
+        slopes=True,
+        root=True,
+        tags=_XLA,
+    ),
     DecodeCase("shared_sinks", _SMOL_TP3, (70, 0, 16), sinks=True, appends=False),
     DecodeCase(
         "gemma4_26b_rows",
@@ -385,6 +394,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "slopes": slopes_of(case),
     }
     static: dict[str, Any] = {"window": case.window, "values": case.values, "cap": case.cap}
+    static["root"] = case.root
     return Inputs((DecodeArgs(**args, scale=h**-0.5, eps=1e-6, **static, appends=case.appends),))
 
 

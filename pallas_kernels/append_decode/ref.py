@@ -31,7 +31,8 @@ class DecodeArgs:
 
     ``seq_lens`` count the new token. ``arrivals`` are counters by which the CTAs of a row find the
     last one to arrive. They are zero before and after, so one array serves all layers of a step
-    (None: allocated by the call). ``sinks`` and ``slopes`` are those of ``attend_ref.attend``.
+    (None: allocated by the call). ``sinks``, ``slopes`` and ``root`` are those of
+    ``attend_ref.attend``.
     ``values`` says how the new token's values are made.
 
     With a ``cap`` c scores x become c tanh(x / c).
@@ -59,6 +60,7 @@ class DecodeArgs:
     values: Values = field(default="projected", metadata=STATIC)
     appends: bool = field(default=True, metadata=STATIC)
     cap: float | None = field(default=None, metadata=STATIC)
+    root: bool = field(default=False, metadata=STATIC)
 
     @property
     def new_heads(self) -> int:
@@ -77,6 +79,11 @@ class DecodeArgs:
         """The fields of the pools, in an op that appends, too."""
         names = ("k_pages", "v_pages", "k_scales", "v_scales")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """How scores are made, as arguments of ``attend``."""
+        return {name: getattr(self, name) for name in ("scale", "window", "cap", "root")}
 
     def with_values(self, *, fixed: bool = False) -> DecodeArgs:
         """The same call with values that are projected; ``fixed`` is as in ``sum_last``."""
@@ -100,10 +107,9 @@ def append_decode(
     """A row of length 0 is padding: its token goes to page 0, which is never read."""
     lens, page_size = np.asarray(args.seq_lens), args.k_pages.shape[1]
     beside = args.sinks, args.slopes
-    static = {"scale": args.scale, "window": args.window, "cap": args.cap}
     if not args.appends:
         q, pools = jax.tree.map(jnp.asarray, args).rotated_queries(), pools_of(args)
-        return attend(q, pools, args.page_table, lens, *beside, **static), *pools
+        return attend(q, pools, args.page_table, lens, *beside, **args.scores), *pools
     args = args.with_values()
     last = np.maximum(lens - 1, 0)
     page = np.asarray(args.page_table)[np.arange(len(lens)), last // page_size]
@@ -117,4 +123,4 @@ def append_decode(
             qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **new, eps=args.eps
         )
         q, *pools = qk_rope_append(rotated)
-    return attend(q, (*pools,), args.page_table, lens, *beside, **static), *pools
+    return attend(q, (*pools,), args.page_table, lens, *beside, **args.scores), *pools

@@ -112,6 +112,7 @@ class PagedCase:
     window: int | None = None
     sinks: bool = False
     slopes: bool = False
+    root: bool = False
     cap: float | None = None
     dtype: str = "float32"
     kv_dtype: str = ""  # of the pages; empty: the dtype of the queries

@@ -50,11 +50,18 @@ def biased(
     scores: jax.Array,  # [...]
     slopes: jax.Array | None,  # [N], of a shape that broadcasts to the scores
     distance: jax.Array,  # int32: of the key before its query, likewise
+    *,
+    root: bool = False,
 ) -> jax.Array:  # [...]
     """Scores less the slope of their head times the distance (ALiBi: Press et al. 2021,
-    arXiv:2108.12409).
+    arXiv:2108.12409), or with ``root`` its square root (Step 1).
     """
-    return scores if slopes is None else scores - slopes * distance.astype(jnp.float32)
+    if slopes is None:
+        return scores
+    far = distance.astype(jnp.float32)
+    if root:  # a key behind its query is masked, and must not be NaN
+        far = jnp.sqrt(jnp.maximum(far, 0.0))
+    return scores - slopes * far
 
 
 def block_weights(

@@ -20,6 +20,7 @@ from pallas_kernels.native.library import ATTENTION, ROPE_APPEND, call, missing
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
+_ROOT = "scores have a bias of square roots (Step 1)"
 LANES, MOST = 16, 512  # head_dim is a multiple of the one, up to the other: ``attend.inc``
 
 
@@ -41,12 +42,12 @@ def rope_append_supports(args: RopeAppendArgs) -> str | None:
 
 def append_decode_supports(args: DecodeArgs) -> str | None:
     """Why ``append_decode`` cannot run, or None."""
-    return _supports(args.qkv, args.k_pages)
+    return _ROOT if args.root else _supports(args.qkv, args.k_pages)
 
 
 def prefill_supports(args: PrefillArgs) -> str | None:
     """Why ``paged_prefill`` cannot run, or None."""
-    return _supports(args.q, args.k_pages)
+    return _ROOT if args.root else _supports(args.q, args.k_pages)
 
 
 def _append(

@@ -257,6 +257,9 @@ CASES = (
     PagedCase(
         "smollm2_tp3_slopes_window", _SMOL_TP3, (200,), (66,), slopes=True, window=130, tags=_XLA
     ),
+    PagedCase(
+        "gpt2_slopes_root", shapes.GPT2, (60, 0, 170), (9, 0, 70), slopes=True, root=True, tags=_XLA
+    ),
     PagedCase("gpt_oss_sinks", shapes.GPT_OSS_20B, (70, 0), (70, 0), padding=3, sinks=True),
     PagedCase("gpt_oss_sinks_window", shapes.GPT_OSS_20B, (200,), (9,), sinks=True, window=128),
     PagedCase(
@@ -360,7 +363,7 @@ def build(case: PagedCase, seed: int) -> Inputs:
         "v_scales": arrays.v_scales,
         "slopes": slopes_of(case),
     }
-    static: dict[str, Any] = {"window": case.window, "cap": case.cap}
+    static: dict[str, Any] = {"window": case.window, "cap": case.cap, "root": case.root}
     return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, **static),))
 
 

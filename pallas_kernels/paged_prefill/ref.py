@@ -21,7 +21,7 @@ MAX_PARTS = 4  # CTAs that divide a head's columns of values
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PrefillArgs:
-    """The arguments of ``paged_prefill``; sinks, slopes and cap are as in ``attend_ref.attend``."""
+    """The arguments of ``paged_prefill``; all but the rows are as in ``attend_ref.attend``."""
 
     q: jax.Array  # [T, N, H]
     k_pages: jax.Array  # [P, S, K, H]
@@ -36,6 +36,7 @@ class PrefillArgs:
     scale: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
     cap: float | None = field(default=None, metadata=STATIC)
+    root: bool = field(default=False, metadata=STATIC)
 
 
 def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
@@ -47,6 +48,6 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     before_end = jnp.asarray(args.query_start_loc)[row + 1] - 1 - index
     seen = jnp.where(real, jnp.asarray(args.seq_lens)[row] - before_end, 0)
     table = jnp.asarray(args.page_table)[row]
-    static = {"scale": args.scale, "window": args.window, "cap": args.cap}
+    static = {"scale": args.scale, "window": args.window, "cap": args.cap, "root": args.root}
     beside = args.sinks, args.slopes
     return attend(args.q, pools_of(args), table, seen, *beside, **static)

@@ -92,7 +92,8 @@ def _attend_tile(
         k = softmax.read_block(pools[0], ids, scales[0])
         scores = jnp.einsum("KGTH,SKH->KGTS", queries, k, precision="highest")
         distance = last_key[:, None] - position
-        scores = softmax.biased(softmax.capped(scores, args.cap), by_head, distance)
+        scores = softmax.capped(scores, args.cap)
+        scores = softmax.biased(scores, by_head, distance, root=args.root)
         scores = jnp.where(visible, scores, -jnp.inf)
         m_ij, alpha, p = softmax.block_weights(state, scores, -1)
         # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.

@@ -1646,6 +1646,14 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "moe_layers_enum": "1,2",
         },
+        "step1": {
+            **{k: v for k, v in _DECODER.items() if k not in _STEP3_OTHERS},
+            "architectures": ["Step1ForCausalLM"],
+            "num_attention_heads": 6,
+            "hidden_size": 96,
+            "num_attention_groups": 2,
+            "max_seq_len": MAX_LEN,
+        },
         "dory": {
             **_WITHOUT_EPS,
             "architectures": ["DoryForCausalLM"],
@@ -1744,6 +1752,7 @@ LIKE_OTHERS = (
     *("deepseek_v4", "glm5_next", "xlstm", "qwen4_exp"),
     *("chatglm", "telechat2", "telechat3", "teleflm", "openpangu", "openpangu_ultra", "plamo3"),
     *("param2moe",),
+    "step1",  # llama's layers with bloom's attention
     "step3",  # attention as llama's, after a latent as deepseek_v3's
     "solar",  # llama's layers, with copies of the stream
     *("mistral_large3", "nemotron_h_puzzle", "longcat_flash_ngram"),

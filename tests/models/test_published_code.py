@@ -12,11 +12,12 @@ import pytest
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import Model, build_model, forward
 from jaxinfer.models.params import nested
-from kit import published_code, published_decoders
+from kit import published_code, published_decoders, published_newer
 from kit.checkpoints import built_arrays
 from kit.tiny_models import tiny_config
 
 LENGTH = 24
+REFERENCES = (published_code, published_decoders, published_newer)
 _MISTRAL_ROPE: dict[str, Any] = tiny_config("mistral_large3")["rope_parameters"]
 CASES: dict[str, dict[str, Any]] = {
     "chatglm": {},
@@ -53,6 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "iquest_loop wide": {"loop_window_size": 64, "num_key_value_heads": 1},
     "longcat_flash_ngram": {},
     "longcat_flash_ngram fraction": {"ngram_vocab_size_ratio": 1.567, "emb_neighbor_num": 5},
+    "step1": {},
+    "step1 untied": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     "step3": {},
     "step3 renormalised": {"norm_expert_weight": True, "moe_layers_enum": "2", "moe_top_k": 3},
 }
@@ -79,7 +82,7 @@ def test_logits_equal_the_reference(case: str) -> None:
     tensors = random_tensors(model)
     ids = np.random.default_rng(1).integers(0, 96, LENGTH)
     ids[[9, 10, 16]] = 2  # ends a text
-    own = published_decoders if name in published_decoders.MODELS else published_code
+    own = next(one for one in REFERENCES if name in one.MODELS)
     expected = own.logits(name, config, tensors, ids)
     params = nested(built_arrays(model, tensors))
     found = jax.jit(lambda ids: forward(model, params, ids))(jnp.asarray(ids))

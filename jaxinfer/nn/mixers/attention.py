@@ -63,6 +63,7 @@ class HeadTerms(NamedTuple):
 
     sinks: jax.Array | None = None  # [N]
     slopes: jax.Array | None = None  # float32[N]: of ALiBi
+    root: bool = False  # see ``Alibi``
 
 
 _NO_TERMS = HeadTerms()
@@ -130,6 +131,7 @@ class Attention(nn.Module):
             terms=HeadTerms(
                 param(self, "sinks") if c.sinks else None,
                 c.alibi and c.alibi.own(c.num_heads, ctx.axis),
+                root=c.alibi is not None and c.alibi.root,
             ),
             only=only,
         )
@@ -243,6 +245,7 @@ def prefill(
         query_start_loc=ctx.rows.query_start_loc,
         sinks=terms.sinks,
         slopes=terms.slopes,
+        root=terms.root,
         scale=scale,
         window=window,
         cap=cap,
@@ -304,6 +307,7 @@ def _decode(
         arrivals=ctx.arrivals if rows == ctx.num_decodes else None,
         sinks=terms.sinks,
         slopes=terms.slopes,
+        root=terms.root,
         scale=scale,
         eps=0.0 if angles is None else qk_norm.eps,
         window=window,
@@ -365,7 +369,7 @@ def dense_attention(
     if chosen is not None:
         visible &= chosen[:, None]
     slopes = None if terms.slopes is None else terms.slopes.reshape(*scores.shape[:2], 1, 1)
-    scores = biased(capped(scores * scale, cap), slopes, distance)
+    scores = biased(capped(scores * scale, cap), slopes, distance, root=terms.root)
     scores = jnp.where(visible, scores, -jnp.inf)
     by_head = ctx.at("scores", scores.reshape(n, t, t))
     if terms.sinks is not None:

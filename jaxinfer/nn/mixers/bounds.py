@@ -83,6 +83,7 @@ def _prefill_bytes(config: AttentionConfig, step: StepShape, tokens: int) -> int
         k_scales=scales,
         v_scales=scales,
         slopes=of((config.num_heads,), jnp.float32) if config.alibi else None,
+        root=config.alibi is not None and config.alibi.root,
         scale=config.scale,
         window=config.window,
         cap=config.cap,
