@@ -219,6 +219,7 @@ _MODULES = (
     ("TeleChat3ForCausalLM", "jaxinfer.models.llama"),
     ("TeleFLMForCausalLM", "jaxinfer.models.teleflm"),
     ("PanguEmbeddedForCausalLM", "jaxinfer.models.openpangu"),
+    ("PanguProMoEV2ForCausalLM", "jaxinfer.models.openpangu_pro"),
     ("PanguUltraMoEForCausalLM", "jaxinfer.models.openpangu_ultra"),
     ("Plamo3ForCausalLM", "jaxinfer.models.plamo3"),
     ("Param2MoEForCausalLM", "jaxinfer.models.param2moe"),

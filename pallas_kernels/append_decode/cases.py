@@ -341,6 +341,9 @@ CASES = (
         root=True,
         tags=_XLA,
     ),
+    DecodeCase(
+        "gpt2_sink_values", shapes.GPT2, (3, 0, 300), rotary=False, sink_values=True, tags=_XLA
+    ),
     DecodeCase("shared_sinks", _SMOL_TP3, (70, 0, 16), sinks=True, appends=False),
     DecodeCase(
         "gemma4_26b_rows",
@@ -388,7 +391,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "page_table": arrays.page_table,
         "seq_lens": seq_lens,
         "arrivals": arrivals,
-        "sinks": sinks_of(case, rng),
+        **sinks_of(case, rng, rows),
         "k_scales": arrays.k_scales,
         "v_scales": arrays.v_scales,
         "slopes": slopes_of(case),

@@ -31,7 +31,7 @@ class DecodeArgs:
 
     ``seq_lens`` count the new token. ``arrivals`` are counters by which the CTAs of a row find the
     last one to arrive. They are zero before and after, so one array serves all layers of a step
-    (None: allocated by the call). ``sinks``, ``slopes`` and ``root`` are those of
+    (None: allocated by the call). ``sinks``, their values, ``slopes`` and ``root`` are those of
     ``attend_ref.attend``.
     ``values`` says how the new token's values are made.
 
@@ -50,10 +50,11 @@ class DecodeArgs:
     page_table: jax.Array  # int32[B, M]
     seq_lens: jax.Array  # int32[B]
     arrivals: jax.Ref | None = None  # int32[>= B * K]
-    sinks: jax.Array | None = None  # [N]
+    sinks: jax.Array | None = None  # [N], with values [B, N]
     k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
     v_scales: jax.Array | None = None  # float32[P, S, K]
     slopes: jax.Array | None = None  # float32[N]
+    sink_values: jax.Array | None = None  # [B, N, H]
     scale: float = field(metadata=STATIC)
     eps: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
@@ -106,7 +107,7 @@ def append_decode(
 ) -> tuple[jax.Array, ...]:  # [B, N, H] and the pools
     """A row of length 0 is padding: its token goes to page 0, which is never read."""
     lens, page_size = np.asarray(args.seq_lens), args.k_pages.shape[1]
-    beside = args.sinks, args.slopes
+    beside = args.sinks, args.slopes, args.sink_values
     if not args.appends:
         q, pools = jax.tree.map(jnp.asarray, args).rotated_queries(), pools_of(args)
         return attend(q, pools, args.page_table, lens, *beside, **args.scores), *pools

@@ -22,7 +22,7 @@ def append_decode(
 ) -> tuple[jax.Array, ...]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
     page_size, lens = args.k_pages.shape[1], args.seq_lens
-    beside = args.sinks, args.slopes
+    beside = args.sinks, args.slopes, args.sink_values
     if not args.appends:
         q, pools = args.rotated_queries(), pools_of(args)
         return attend(q, pools, args.page_table, lens, *beside, **args.scores), *pools

@@ -27,14 +27,17 @@ class SoftmaxState(NamedTuple):
 
 
 def init_state(
-    shape: tuple[int, ...], head_dim: int, sinks: jax.Array | None = None
+    shape: tuple[int, ...],
+    head_dim: int,
+    sinks: jax.Array | None = None,
+    values: jax.Array | None = None,  # [..., H]
 ) -> SoftmaxState:
     """The state before any key, for queries of the given shape.
 
-    ``sinks``, of a shape that broadcasts to it, are the scores of a key that all queries see and
-    whose value is 0.
+    ``sinks``, of a shape that broadcasts to it, are the scores of a key that all queries see, whose
+    value is 0 or one of ``values``.
     """
-    acc = jnp.zeros((*shape, head_dim))
+    acc = jnp.zeros((*shape, head_dim)) if values is None else values.astype(jnp.float32)
     if sinks is None:
         return SoftmaxState(jnp.full(shape, -jnp.inf), jnp.zeros(shape), acc)
     first = jnp.broadcast_to(sinks.astype(jnp.float32), shape)

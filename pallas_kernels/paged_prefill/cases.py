@@ -260,6 +260,15 @@ CASES = (
     PagedCase(
         "gpt2_slopes_root", shapes.GPT2, (60, 0, 170), (9, 0, 70), slopes=True, root=True, tags=_XLA
     ),
+    PagedCase(
+        "gpt2_sink_values",
+        shapes.GPT2,
+        (60, 0, 90),
+        (9, 0, 70),
+        padding=3,
+        sink_values=True,
+        tags=_XLA,
+    ),
     PagedCase("gpt_oss_sinks", shapes.GPT_OSS_20B, (70, 0), (70, 0), padding=3, sinks=True),
     PagedCase("gpt_oss_sinks_window", shapes.GPT_OSS_20B, (200,), (9,), sinks=True, window=128),
     PagedCase(
@@ -358,7 +367,7 @@ def build(case: PagedCase, seed: int) -> Inputs:
         "page_table": arrays.page_table,
         "seq_lens": np.asarray(case.seq_lens, np.int32),
         "query_start_loc": starts,
-        "sinks": sinks_of(case, rng),
+        **sinks_of(case, rng, shape[0]),
         "k_scales": arrays.k_scales,
         "v_scales": arrays.v_scales,
         "slopes": slopes_of(case),

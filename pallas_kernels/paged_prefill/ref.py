@@ -29,10 +29,11 @@ class PrefillArgs:
     page_table: jax.Array  # int32[R, M]
     seq_lens: jax.Array  # int32[R]
     query_start_loc: jax.Array  # int32[R + 1]
-    sinks: jax.Array | None = None  # [N]
+    sinks: jax.Array | None = None  # [N], with values [T, N]
     k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
     v_scales: jax.Array | None = None  # float32[P, S, K]
     slopes: jax.Array | None = None  # float32[N]
+    sink_values: jax.Array | None = None  # [T, N, H]
     scale: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
     cap: float | None = field(default=None, metadata=STATIC)
@@ -49,5 +50,5 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     seen = jnp.where(real, jnp.asarray(args.seq_lens)[row] - before_end, 0)
     table = jnp.asarray(args.page_table)[row]
     static = {"scale": args.scale, "window": args.window, "cap": args.cap, "root": args.root}
-    beside = args.sinks, args.slopes
+    beside = args.sinks, args.slopes, args.sink_values
     return attend(args.q, pools_of(args), table, seen, *beside, **static)

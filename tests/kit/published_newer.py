@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kit.bailing import Array, Tensors, rms
+from kit.bailing import Array, Tensors, rms, rotated, sigmoid
 from kit.published_code import Config, heads_of, layer_of, linear
 from kit.published_decoders import attended, before, gated
 
@@ -40,4 +40,52 @@ def step1(config: Config, t: Tensors, ids: Array) -> Array:
     return x @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T
 
 
-MODELS = {"step1": step1}
+def openpangu_pro(config: Config, t: Tensors, ids: Array) -> Array:
+    x, eps = t["model.embed_tokens.weight"][ids], config["rms_norm_eps"]
+    for i in range(config["num_hidden_layers"]):
+        own = layer_of(t, f"model.layers.{i}.")
+        h = _with_key_sinks(config, own, rms(x, own["input_layernorm.weight"], eps))
+        second = own["post_attention_layernorm.weight"]
+        if config["sandwich_norm"]:
+            h, second = rms(h, second, eps), own["pre_mlp_layernorm.weight"]
+        x = x + h
+        h = rms(x, second, eps)
+        h = gated(own, h) if i < config["first_k_dense_replace"] else _experts(config, own, h)
+        x = x + (rms(h, own["post_mlp_layernorm.weight"], eps) if config["sandwich_norm"] else h)
+    return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
+
+
+def _with_key_sinks(config: Config, own: Tensors, h: Array) -> Array:
+    n, k = config["num_attention_heads"], config["num_key_value_heads"]
+    wide, eps, count = config["qk_rope_dim"], config["rms_norm_eps"], config["param_sink_number"]
+    width, v_width = config["qk_nope_dim"] + wide, config["v_channels"]
+    qkv = linear(own, "self_attn.qkv_proj", h)
+    q, keys, v = np.split(qkv, (n * width, (n + k) * width), axis=1)
+    q, keys, v = heads_of(q, n), heads_of(keys, k), heads_of(v, k)
+    norm, size = own["self_attn.k_layernorm.weight"], len(h)
+    sinks = rms(own["self_attn.param_sink_key"], norm, eps)  # [S, K, H], at position 0
+    sinks = rotated(sinks.reshape(1, -1, width), wide, 1e4, adjacent=True).reshape(sinks.shape)
+    q, keys = (rotated(x, wide, 1e4, adjacent=True) for x in (q, rms(keys, norm, eps)))
+    if config["param_sink_with_value"]:
+        values = own["self_attn.param_sink_value"]
+    else:
+        values = np.zeros((count, k, v_width))
+    keys, v = np.concatenate([sinks, keys]), np.concatenate([values, v])
+    seen = np.concatenate([np.ones((size, count), bool), before(size)], axis=1)
+    return linear(own, "self_attn.o_proj", attended(q, keys, v, seen, width**-0.5))
+
+
+def _experts(config: Config, own: Tensors, h: Array) -> Array:
+    out = gated(own, h, "mlp.shared_experts.") if config["n_shared_experts"] else np.zeros_like(h)
+    scores = sigmoid(h @ own["mlp.gate.weight"].T)
+    for at, one in enumerate(scores):
+        biased = one + own.get("mlp.e_score_correction_bias", 0.0)
+        best = np.argsort(-biased)[: config["num_experts_per_tok"]]
+        total = one[best].sum() if config["norm_topk_prob"] else 1.0
+        for expert in best:
+            weight = config["routed_scaling_factor"] * one[expert] / total
+            out[at] += weight * gated(own, h[at], f"mlp.experts.{expert}.")
+    return out
+
+
+MODELS = {"openpangu_pro": openpangu_pro, "step1": step1}

@@ -1614,6 +1614,20 @@ CONFIGS = MappingProxyType(
             "sandwich_norm": True,
             "router_enable_expert_bias": True,
         },
+        "openpangu_pro": {
+            **_DECODER,
+            **_BIASED_EXPERTS,
+            "architectures": ["PanguProMoEV2ForCausalLM"],
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "sandwich_norm": True,
+            "router_enable_expert_bias": True,
+            "qk_nope_dim": 8,
+            "qk_rope_dim": 8,
+            "v_channels": 12,
+            "param_sink_number": 5,
+            "param_sink_with_value": True,
+        },
         "plamo3": {
             **_DECODER,
             "architectures": ["Plamo3ForCausalLM"],
@@ -1752,6 +1766,7 @@ LIKE_OTHERS = (
     *("deepseek_v4", "glm5_next", "xlstm", "qwen4_exp"),
     *("chatglm", "telechat2", "telechat3", "teleflm", "openpangu", "openpangu_ultra", "plamo3"),
     *("param2moe",),
+    "openpangu_pro",  # llama's attention with XLA's sinks
     "step1",  # llama's layers with bloom's attention
     "step3",  # attention as llama's, after a latent as deepseek_v3's
     "solar",  # llama's layers, with copies of the stream

@@ -59,11 +59,20 @@ class _Norms(NamedTuple):
 
 
 class HeadTerms(NamedTuple):
-    """Terms of the scores of each head: sinks and the slopes of ALiBi."""
+    """Terms of the scores of each head: sinks and the slopes of ALiBi. Sinks with values are those
+    of each token.
+    """
 
-    sinks: jax.Array | None = None  # [N]
+    sinks: jax.Array | None = None  # [N], with values [T, N]
     slopes: jax.Array | None = None  # float32[N]: of ALiBi
     root: bool = False  # see ``Alibi``
+    sink_values: jax.Array | None = None  # [T, N, H]
+
+    def take(self, tokens: jax.Array | slice) -> HeadTerms:
+        """The terms of a subset of the tokens."""
+        if self.sinks is None or self.sink_values is None:
+            return self
+        return self._replace(sinks=self.sinks[tokens], sink_values=self.sink_values[tokens])
 
 
 _NO_TERMS = HeadTerms()
@@ -203,13 +212,14 @@ def attend(
     q, state = append(qkv[d:], state, slots, ctx, own, *norms)
     if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
-        return _decode(qkv[only], state, last, angles, *norms, terms, **static)
+        return _decode(qkv[only], state, last, angles, *norms, terms.take(only), **static)
     parts: list[jax.Array] = []
     if d:
         first = None if angles is None else angles.take(slice(d))
-        out, state = _decode(qkv[:d], state, last, first, *norms, terms, **static)
+        own = terms.take(slice(d))
+        out, state = _decode(qkv[:d], state, last, first, *norms, own, **static)
         parts.append(out)
-    parts.append(prefill(q, state, prompts, terms, **static))
+    parts.append(prefill(q, state, prompts, terms.take(slice(d, None)), **static))
     return jnp.concatenate(parts) if d else parts[0], state
 
 
@@ -244,6 +254,7 @@ def prefill(
         seq_lens=pages.seq_lens[d:],
         query_start_loc=ctx.rows.query_start_loc,
         sinks=terms.sinks,
+        sink_values=terms.sink_values,
         slopes=terms.slopes,
         root=terms.root,
         scale=scale,
@@ -306,6 +317,7 @@ def _decode(
         seq_lens=pages.seq_lens[:rows],
         arrivals=ctx.arrivals if rows == ctx.num_decodes else None,
         sinks=terms.sinks,
+        sink_values=terms.sink_values,
         slopes=terms.slopes,
         root=terms.root,
         scale=scale,
@@ -373,7 +385,11 @@ def dense_attention(
     scores = jnp.where(visible, scores, -jnp.inf)
     by_head = ctx.at("scores", scores.reshape(n, t, t))
     if terms.sinks is not None:
-        beside = jnp.broadcast_to(terms.sinks.astype(by_head.dtype)[:, None, None], (n, t, 1))
+        beside = jnp.broadcast_to(terms.sinks.astype(by_head.dtype), (t, n)).T[..., None]
         by_head = jnp.concatenate([by_head, beside], axis=-1)
-    weights = ctx.at("pattern", jax.nn.softmax(by_head, axis=-1)[..., :t].astype(v.dtype))
-    return jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, -1)
+    both = jax.nn.softmax(by_head, axis=-1)
+    weights = ctx.at("pattern", both[..., :t].astype(v.dtype))
+    out = jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, -1)
+    if terms.sink_values is None:
+        return out
+    return out + both[..., t].T[..., None].astype(v.dtype) * terms.sink_values.astype(v.dtype)
