@@ -221,6 +221,7 @@ _MODULES = (
     ("PanguEmbeddedForCausalLM", "jaxinfer.models.openpangu"),
     ("PanguProMoEV2ForCausalLM", "jaxinfer.models.openpangu_pro"),
     ("PanguUltraMoEForCausalLM", "jaxinfer.models.openpangu_ultra"),
+    ("K2HorizonForCausalLM", "jaxinfer.models.k2_horizon"),
     ("Plamo3ForCausalLM", "jaxinfer.models.plamo3"),
     ("Param2MoEForCausalLM", "jaxinfer.models.param2moe"),
     ("SolarForCausalLM", "jaxinfer.models.solar"),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.block import BlockSpec, MixerSpec, QueryGrowth, StepShape, kv_part, part
 from jaxinfer.nn.layer_spec import (
     BlockFactors,
+    GateAct,
     LayerEndConfig,
     LayerInputsConfig,
     NormKind,
@@ -61,20 +62,18 @@ class FeedForwardSpec(BlockSpec, Protocol):
 class AttentionConfig(BlockSpec):
     """Grouped-query attention.
 
-    ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
-    ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head ("plain":
-    without weights), or of all heads together, or that of each "rotated" head ("rotated_plain"); or
-    before rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a
-    weight of each ("layers"), or both of each ("layers_bias"). LayerNorms have the epsilon
-    ``qk_norm_eps`` (None: that of the layer's norms). With ``sinks`` each head has a logit next to
-    its scores in the softmax. With ``gate`` the output of each head is multiplied by ``gate_act``
-    of a projection of the token (``gate_bias``: a part of ``qkv_bias`` is that of the gates), with
-    ``head_gate`` by one number. ``values`` says how values are made. Queries, keys and values are
-    limited to ``clip`` and its negative, and queries grow with the position. Scores x become
-    c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the epsilon of an
-    RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as keys) are
-    stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype`` is that of
-    pages (None: the decoder's). With ``chunk``, tokens attend within chunks of the context.
+    ``window`` is the attention window in tokens; ``scale`` multiplies scores. ``qk_norm`` is an RMS
+    norm of queries and of keys: before rope that of each head ("plain": without weights), or of all
+    heads together, or that of each "rotated" head ("rotated_plain"); or before rope a LayerNorm of
+    each head, with one weight and bias for all ("layer"), a weight of each ("layers"), or both of
+    each ("layers_bias"), and the epsilon ``qk_norm_eps`` (None: that of the layer's norms). With
+    ``sinks`` each head has a logit next to its scores in the softmax. With ``gate`` the output of
+    each head is multiplied by ``gate_act`` of a projection of the token (``gate_bias``: a part of
+    ``qkv_bias`` is that of the gates), with ``head_gate`` by one number. Queries, keys and values
+    are limited to ``clip`` and its negative, and queries grow with the position. Scores x become
+    c tanh(x / c) with a ``cap`` c. ``out_norm`` is the epsilon of an RMS norm of all heads'
+    outputs. Values of ``own_value_dim`` components (None: as keys) are stored with zeros behind
+    them, and are multiplied by ``value_scale``. ``page_dtype`` is that of pages.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -94,7 +93,7 @@ class AttentionConfig(BlockSpec):
     gate: bool = False
     gate_bias: bool = True
     head_gate: bool = False
-    gate_act: Literal["sigmoid", "softplus"] = "sigmoid"
+    gate_act: GateAct = "sigmoid"
     values: Values = "projected"
     clip: float | None = None
     cap: float | None = None
@@ -200,9 +199,8 @@ class ExpertsConfig(FeedForwardSpec):
     before the expert instead of after it (Llama 4). Choices from ``count`` on are of
     ``zero_experts``, which return the token itself, without ``zero_keeps`` zeros. With ``latent``
     experts read a projection of the token to that width, and their sum is projected back.
-    ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
-    ``EngineConfig``. ``slices``: several devices have a part of the columns of every expert, not
-    whole experts.
+    ``dummy_routing`` replaces the router's choices: see ``EngineConfig``. ``slices``: several
+    devices have a part of the columns of every expert, not whole experts.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -326,6 +324,7 @@ class DecoderSpec:
     tie_word_embeddings: bool
     dtype: jnp.dtype
     norm_dtype: jnp.dtype | None = None
+    norm_groups: int = 1
     post_norm_eps: float | None = None
     final_norm_eps: float | None = None
     embed_scale: float | None = None
@@ -364,7 +363,8 @@ class DecoderSpec:
     @property
     def norms(self) -> NormSpec:
         """The norms of the residual stream."""
-        return NormSpec(self.norm, self.norm_eps, self.norm_dtype or self.dtype, self.post_norm_eps)
+        eps, dtype = (self.norm_eps, self.post_norm_eps), self.norm_dtype or self.dtype
+        return NormSpec(self.norm, eps[0], dtype, eps[1], self.norm_groups)
 
     @property
     def stream_width(self) -> int:

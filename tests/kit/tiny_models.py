@@ -1660,6 +1660,23 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "moe_layers_enum": "1,2",
         },
+        "k2_horizon": {
+            **_DECODER,
+            **{k: v for k, v in _COUNTED_EXPERTS.items() if "routed" not in k},
+            "architectures": ["K2HorizonForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rope_head_dim": 8,
+            "layernorm_num_groups": 4,
+            "attention_gate_func": "softplus",
+            "norm_topk_prob": True,
+            "router_score_func": "sigmoid",
+            "router_scaling_factor": 1.5,
+            "moe_gate_bias": True,
+            "mlp_only_layers": [0],
+            "mova_num_experts": 3,
+            "mova_num_experts_per_tok": 2,
+        },
         "step1": {
             **{k: v for k, v in _DECODER.items() if k not in _STEP3_OTHERS},
             "architectures": ["Step1ForCausalLM"],
@@ -1766,6 +1783,7 @@ LIKE_OTHERS = (
     *("deepseek_v4", "glm5_next", "xlstm", "qwen4_exp"),
     *("chatglm", "telechat2", "telechat3", "teleflm", "openpangu", "openpangu_ultra", "plamo3"),
     *("param2moe",),
+    "k2_horizon",  # llama's attention, after a router as qwen3_moe's
     "openpangu_pro",  # llama's attention with XLA's sinks
     "step1",  # llama's layers with bloom's attention
     "step3",  # attention as llama's, after a latent as deepseek_v3's

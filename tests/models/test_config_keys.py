@@ -180,6 +180,7 @@ READ_BY = {
     "solar": {"logit_scale"},
     "step3": {"moe_intermediate_size", "num_local_experts"},
     "openpangu_ultra": {"moe_intermediate_size", "num_local_experts"},
+    "k2_horizon": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "openpangu_pro": {"moe_intermediate_size", "num_local_experts"},
     "plamo3": {"sliding_window_pattern", "window_size"},
     "param2moe": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
