@@ -184,6 +184,7 @@ _MODULES = (
     ("ZayaForCausalLM", "jaxinfer.models.zaya"),
     ("ChameleonForConditionalGeneration", "jaxinfer.models.chameleon"),
     ("MuseGlimmerForConditionalGeneration", "jaxinfer.models.muse_glimmer"),
+    ("MuseSparkForConditionalGeneration", "jaxinfer.models.muse_spark"),
     ("MiniCPMForCausalLM", "jaxinfer.models.minicpm"),
     ("OrionForCausalLM", "jaxinfer.models.orion"),
     ("DeciLMForCausalLM", "jaxinfer.models.nemotron_nas"),

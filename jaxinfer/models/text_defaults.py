@@ -55,6 +55,7 @@ _ROWS: Mapping[str, tuple[int | float | None, ...]] = MappingProxyType(
         "mistral4": (131072, 4096, 12288, 36, 32, 32, None, 1048576, 1e-06),
         "mixtral": (32000, 4096, 14336, 32, 32, 8, None, 131072, 1e-05),
         "mllama_text_model": (128256, 4096, 14336, 40, 32, 8, None, 131072, 1e-05),
+        "muse_spark_text": (202048, 8192, 16384, 62, 128, 16, 64, 1048576, 1e-05),
         "nemotron_h": (131072, 4096, 21504, None, 32, 8, 128, 4096, None),
         "opt": (50272, 768, None, 12, 12, None, None, 2048, None),
         "persimmon": (262144, 4096, 16384, 36, 64, None, None, 16384, 1e-05),

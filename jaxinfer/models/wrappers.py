@@ -206,6 +206,7 @@ WITH_IMAGES = (
     "MistralLarge4ForConditionalGeneration",
     "Molmo2ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Qwen4ExpForConditionalGeneration",

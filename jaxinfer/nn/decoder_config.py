@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.block import BlockSpec, MixerSpec, QueryGrowth, StepShape, kv_part, part
+from jaxinfer.nn.block import BlockSpec, MixerSpec, QueryGrowth, StepShape, kv_part, paged_as, part
 from jaxinfer.nn.layer_spec import (
     BlockFactors,
+    ExpertNorms,
     GateAct,
     LayerEndConfig,
     LayerInputsConfig,
@@ -72,8 +73,9 @@ class AttentionConfig(BlockSpec):
     ``qkv_bias`` is that of the gates), with ``head_gate`` by one number. Queries, keys and values
     are limited to ``clip`` and its negative, and queries grow with the position. Scores x become
     c tanh(x / c) with a ``cap`` c. ``out_norm`` is the epsilon of an RMS norm of all heads'
-    outputs. Values of ``own_value_dim`` components (None: as keys) are stored with zeros behind
-    them, and are multiplied by ``value_scale``. ``page_dtype`` is that of pages.
+    outputs, ``head_norm`` of one of each head's, without weights and before gates. Values of
+    ``own_value_dim`` components (None: as keys) have zeros behind them in pages (of ``page_dtype``)
+    and are multiplied by ``value_scale``.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -100,6 +102,7 @@ class AttentionConfig(BlockSpec):
     growth: QueryGrowth | None = None
     alibi: Alibi | None = None
     out_norm: float | None = None
+    head_norm: float | None = None
     page_dtype: jnp.dtype | None = None
     own_value_dim: int | None = None
     value_scale: float = 1.0
@@ -198,7 +201,8 @@ class ExpertsConfig(FeedForwardSpec):
     it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token is multiplied by its weight
     before the expert instead of after it (Llama 4). Choices from ``count`` on are of
     ``zero_experts``, which return the token itself, without ``zero_keeps`` zeros. With ``latent``
-    experts read a projection of the token to that width, and their sum is projected back.
+    experts read a projection of the token to that width, and their sum is projected back; ``norms``
+    are of that latent and of each expert's output.
     ``dummy_routing`` replaces the router's choices: see ``EngineConfig``. ``slices``: several
     devices have a part of the columns of every expert, not whole experts.
     """
@@ -218,6 +222,7 @@ class ExpertsConfig(FeedForwardSpec):
     shared_scale: float = 1.0
     weighs_inputs: bool = False
     latent: int | None = None
+    norms: ExpertNorms | None = None
     zero_experts: int = 0
     zero_keeps: bool = True
     dummy_routing: str = "auto"
@@ -291,16 +296,6 @@ class LayerSpec:
         return replace(own, per_slot=own.per_slot + more)
 
 
-def _with_pages(layer: LayerSpec, own: jnp.dtype, dtype: jnp.dtype) -> LayerSpec | None:
-    """The layer with pages of ``dtype`` in place of its ``own``, None if they have no such form;
-    without any it stays as it is.
-    """
-    if not layer.mixer.state(own).paged:
-        return layer
-    mixer = layer.mixer.with_pages(dtype)
-    return None if mixer is None else replace(layer, mixer=mixer)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A decoder; ``lengths`` are an engine's default context length and the longest one.
@@ -351,9 +346,10 @@ class DecoderSpec:
 
     def with_pages(self, dtype: jnp.dtype) -> DecoderSpec | None:
         """The decoder with pages of ``dtype``; None if those of some layer have no such form."""
-        layers = [_with_pages(layer, self.dtype, dtype) for layer in self.layers]
-        possible = tuple(layer for layer in layers if layer is not None)
-        return replace(self, layers=possible) if len(possible) == len(layers) else None
+        mixers = [paged_as(layer.mixer, self.dtype, dtype) for layer in self.layers]
+        pairs = zip(self.layers, mixers, strict=True)
+        layers = tuple(replace(layer, mixer=own) for layer, own in pairs if own is not None)
+        return replace(self, layers=layers) if len(layers) == len(mixers) else None
 
     def share(self, devices: int) -> DecoderSpec:
         """One device's part: see ``MixerSpec``. Embedding and head are as large as their arrays."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -41,6 +41,15 @@ NORM_PLACES: Mapping[NormPlaces, tuple[int | None, ...]] = MappingProxyType(
         "ffn": (None, None, 0, None),
     }
 )
+
+
+class ExpertNorms(NamedTuple):
+    """The epsilons of the RMS norms of a mixture's latent, and of each expert's output, which is
+    multiplied by the norm's weights first (Muse Spark).
+    """
+
+    latent_eps: float
+    output_eps: float
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,12 @@ MUSE = merged(
     out_hidden_size=32,
     projector_hidden_size=8,
 )
+MUSE_AUDIO = merged(
+    audio_config=merged(
+        **{"patch_sizes": [2, 2], "hidden_sizes": [4, 8], "depths": [1, 1]},
+        **{"num_hidden_layers": 2, "out_hidden_size": 32},
+    )
+)
 MOLMO2_VISION = merged(ENCODER, num_key_value_heads=2, head_dim=4, image_size=[4, 4], patch_size=2)
 MOLMO2_ADAPTER = merged(
     hidden_size=8,
@@ -907,6 +913,17 @@ CASES = {
         output_multiplier=0.7, qk_scale_factor=1.5)),
     "muse_glimmer_plain": case("muse_glimmer", MUSE,
         text_config=merged(SIZES, num_hidden_layers=5, head_dim=8, sliding_window=5,
+        rope_parameters=LINEAR_ROPE)),
+    "muse_spark": case("muse_spark", MUSE, MUSE_AUDIO,
+        text_config=merged(BARE, num_hidden_layers=4, head_dim=16, sliding_window=7,
+        layer_types=kinds("sfsf"), layer_rope_theta=[0, 10000.0, 10000.0, 0], post_norm_eps=1e-2,
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"], num_local_experts=5,
+        num_experts_per_tok=2, moe_intermediate_size=24, moe_hidden_size=16,
+        routed_scaling_factor=1.5, output_multiplier=0.7, qk_scale_factor=1.5,
+        rope_parameters=DEFAULT_ROPE, residual_gate_temperature=0.5)),
+    "muse_spark_sparse": case("muse_spark", MUSE, MUSE_AUDIO,
+        text_config=merged(SIZES, num_hidden_layers=5, head_dim=8, sliding_window=5,
+        num_local_experts=3, num_experts_per_tok=1, moe_intermediate_size=16, moe_hidden_size=24,
         rope_parameters=LINEAR_ROPE)),
     "step3p5": case("step3p7", vision_config=merged(ENCODER, image_size=8, patch_size=4),
         text_config=merged(SIZES, num_hidden_layers=4, head_dim=16, pad_token_id=0,

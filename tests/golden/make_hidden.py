@@ -148,6 +148,7 @@ CASES = (
     "step3p5_alike",
     "minimax_m3",
     "muse_glimmer",
+    "muse_spark",
     "zaya",
     "chameleon_swin",
     "mimo_v2_flash",

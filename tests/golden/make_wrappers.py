@@ -171,6 +171,18 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         **{"vision_config": {"pos_emb_height": 2, "pos_emb_width": 2, "patch_size": 4}},
         **{"text_config": {"head_dim": 8}, "out_hidden_size": 32, "projector_hidden_size": 8},
     },
+    "muse_spark": {
+        **{"vision_config": {"pos_emb_height": 2, "pos_emb_width": 2, "patch_size": 4}},
+        "audio_config": {
+            **{"patch_sizes": [2, 2], "hidden_sizes": [4, 8], "depths": [1, 1]},
+            **{"num_hidden_layers": 2, "out_hidden_size": 32},
+        },
+        "text_config": {
+            **{"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+            **{"moe_intermediate_size": 16, "moe_hidden_size": 8},
+        },
+        **{"out_hidden_size": 32, "projector_hidden_size": 8},
+    },
     "musicflamingo": {},
     "nemotron_h_omni": {
         "text_config": {**NEMOTRON_H, "hybrid_override_pattern": "M*-"},

@@ -1290,6 +1290,19 @@ CONFIGS = MappingProxyType(
             "layer_types": ["sliding_attention", "full_attention"],
             "post_norm_eps": 1e-3,
         },
+        "muse_spark": {
+            **_DECODER,
+            "architectures": ["MuseSparkForConditionalGeneration"],
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "post_norm_eps": 1e-3,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_hidden_size": 16,
+        },
         "step3p5": {
             **{k: v for k, v in _DECODER.items() if k != "num_key_value_heads"},
             "architectures": ["Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"],
@@ -1783,6 +1796,7 @@ LIKE_OTHERS = (
     *("deepseek_v4", "glm5_next", "xlstm", "qwen4_exp"),
     *("chatglm", "telechat2", "telechat3", "teleflm", "openpangu", "openpangu_ultra", "plamo3"),
     *("param2moe",),
+    "muse_spark",  # muse_glimmer's attention, experts as nemotron_h's
     "k2_horizon",  # llama's attention, after a router as qwen3_moe's
     "openpangu_pro",  # llama's attention with XLA's sinks
     "step1",  # llama's layers with bloom's attention

@@ -151,6 +151,9 @@ READ_BY = {
     "axk1": {"moe_intermediate_size", "num_local_experts"},
     "laguna": {*_COUNTS, "moe_intermediate_size"},
     "zaya": {"moe_intermediate_size", *_COUNTS},
+    "muse_spark": {
+        *("final_logit_softcapping", "num_local_experts", "moe_intermediate_size"),
+    },
     "muse_glimmer": {"final_logit_softcapping"},
     "step3p5": {
         *("moe_intermediate_size", "num_local_experts", "use_qk_norm", "query_pre_attn_scalar"),

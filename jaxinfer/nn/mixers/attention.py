@@ -35,6 +35,7 @@ from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
 from pallas_kernels.lib.numerics import (
     Values,
+    rms_norm,
     split_and_rotate,
     split_heads,
     with_values,
@@ -144,6 +145,9 @@ class Attention(nn.Module):
             ),
             only=only,
         )
+        if c.head_norm is not None:
+            ones = jnp.ones(out.shape[2:], out.dtype)
+            out = rms_norm(out, ones, c.head_norm, fixed=ctx.pins.invariant)
         if gates is not None:
             own = gates if only is None else take_rows(gates, only)
             out = on_heads.gated(out, own.reshape(*out.shape[:2], -1), c.gate_act)
