@@ -185,6 +185,8 @@ _MODULES = (
     ("ChameleonForConditionalGeneration", "jaxinfer.models.chameleon"),
     ("MuseGlimmerForConditionalGeneration", "jaxinfer.models.muse_glimmer"),
     ("MuseSparkForConditionalGeneration", "jaxinfer.models.muse_spark"),
+    ("Dots3NoteForCausalLM", "jaxinfer.models.dots3_note"),
+    ("Dots3NoteForConditionalGeneration", "jaxinfer.models.dots3_note"),
     ("MiniCPMForCausalLM", "jaxinfer.models.minicpm"),
     ("OrionForCausalLM", "jaxinfer.models.orion"),
     ("DeciLMForCausalLM", "jaxinfer.models.nemotron_nas"),

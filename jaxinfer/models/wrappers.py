@@ -195,6 +195,7 @@ COSMOS_OTHERS = (
 # Models of text and images that are named in a family's own lines: its text decoder is read.
 WITH_IMAGES = (
     "DeepseekOcr2ForConditionalGeneration",
+    "Dots3NoteForConditionalGeneration",
     "Ernie4_5_VLMoeForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",

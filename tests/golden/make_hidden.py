@@ -149,6 +149,7 @@ CASES = (
     "minimax_m3",
     "muse_glimmer",
     "muse_spark",
+    "dots3_note",
     "zaya",
     "chameleon_swin",
     "mimo_v2_flash",

@@ -1290,6 +1290,28 @@ CONFIGS = MappingProxyType(
             "layer_types": ["sliding_attention", "full_attention"],
             "post_norm_eps": 1e-3,
         },
+        "dots3_note": {
+            **_DECODER,
+            **{key: _LATENT[key] for key in _LATENT_SIZES},
+            **_BIASED_EXPERTS,
+            "architectures": ["Dots3NoteForCausalLM", "Dots3NoteForConditionalGeneration"],
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window_size": 7,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+            "swa_q_lora_rank": 12,
+            "swa_kv_lora_rank": 16,
+            "swa_head_dim": 20,
+            "swa_qk_nope_head_dim": 12,
+            "swa_v_head_dim": 8,
+            "moe_shared_expert_intermediate_size": 16,
+            "index_topk": 12,
+            "index_n_heads": 8,
+            "index_head_dim": 16,
+        },
         "muse_spark": {
             **_DECODER,
             "architectures": ["MuseSparkForConditionalGeneration"],
@@ -1796,6 +1818,7 @@ LIKE_OTHERS = (
     *("deepseek_v4", "glm5_next", "xlstm", "qwen4_exp"),
     *("chatglm", "telechat2", "telechat3", "teleflm", "openpangu", "openpangu_ultra", "plamo3"),
     *("param2moe",),
+    "dots3_note",  # as glm_moe_dsa, with windows as choices
     "muse_spark",  # muse_glimmer's attention, experts as nemotron_h's
     "k2_horizon",  # llama's attention, after a router as qwen3_moe's
     "openpangu_pro",  # llama's attention with XLA's sinks

@@ -151,6 +151,7 @@ READ_BY = {
     "axk1": {"moe_intermediate_size", "num_local_experts"},
     "laguna": {*_COUNTS, "moe_intermediate_size"},
     "zaya": {"moe_intermediate_size", *_COUNTS},
+    "dots3_note": {"moe_intermediate_size", "num_local_experts", "per_layer_config"},
     "muse_spark": {
         *("final_logit_softcapping", "num_local_experts", "moe_intermediate_size"),
     },
