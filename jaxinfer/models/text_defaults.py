@@ -83,9 +83,18 @@ _MORE: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # in a family of ano
 )
 
 
-def text_defaults(model_type: Any) -> dict[str, Any]:
-    """The values of the keys that a "text_config" of this type may lack; none of other types."""
+# of models whose text decoders have other defaults than those of their type elsewhere
+_OF_WHOLE: Mapping[str, tuple[int | float | None, ...]] = MappingProxyType(
+    {"omniasr": (11984, 4096, 2816, 12, 8, 8, None, 8192, 1e-05)}
+)
+
+
+def text_defaults(model_type: Any, whole: Any = None) -> dict[str, Any]:
+    """The values of the keys that a "text_config" of this type may lack, in a model of the type
+    ``whole``; none of other types.
+    """
     row = _ROWS.get(model_type) if isinstance(model_type, str) else None
+    row = _OF_WHOLE.get(whole, row) if isinstance(whole, str) else row
     if row is None:
         return {}
     keys = (*_KEYS, _OF_LAYERS if model_type in _LAYER_NORMS else _OF_RMS)

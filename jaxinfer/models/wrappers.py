@@ -71,6 +71,7 @@ WRAPPERS = (
     "MossTranscribeDiarizeForConditionalGeneration",
     "MusicFlamingoForConditionalGeneration",
     "NemotronH_Omni_Reasoning_V3",
+    "OmniASRForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "PerceptionLMForConditionalGeneration",
@@ -247,4 +248,5 @@ def own_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = own.get("model_type")
     if kind in _OWN_END:
         added[OWN_END] = own.get("eos_token_id")
-    return {**text_defaults(kind), **own, **added, **_FIXED.get(str(kind), {})}
+    defaults = text_defaults(kind, whole.get("model_type"))
+    return {**defaults, **own, **added, **_FIXED.get(str(kind), {})}

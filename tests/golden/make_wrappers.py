@@ -208,6 +208,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": {**NEMOTRON_H, "hybrid_override_pattern": "M*-"},
         "vision_config": {"mlp_ratio": 1.0, "video_temporal_patch_size": 2},
     },
+    "omniasr": {"audio_config": {"num_conv_pos_embedding_groups": 2, "conv_dim": [8] * 7}},
     "ovis2": {},
     "paddleocr_vl": {"text_config": {"head_dim": 8, "rope_parameters": MROPE}},
     "paligemma": {"text_config": {"head_dim": 8}},
