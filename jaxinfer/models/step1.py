@@ -28,10 +28,12 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     head_dim = hf.positive_int(config, "hidden_size") // heads
     groups = hf.first_of(config, "num_attention_groups", "num_key_value_heads")
     length = hf.first_of(config, "max_seq_len", "max_position_embeddings")
+    config.get("max_position_embeddings")  # some files have both
     sizes = {
         "num_key_value_heads": hf.positive_int(config, groups, 1),
         "max_position_embeddings": hf.positive_int(config, length),
     }
+    hf.supported_only(config, "num_key_value_heads", sizes["num_key_value_heads"])
     num_layers = hf.positive_int(config, "num_hidden_layers")
     return gqa_config(
         hf.with_values(config, sizes),

@@ -69,7 +69,12 @@ CASES: dict[str, dict[str, Any]] = {
     "k2_horizon no experts": {"num_experts": 0, "rope_head_dim": 16},
     "k2_horizon dense": {"mova_num_experts": 0, "attention_gate_func": "silu"},
     "step1": {},
-    "step1 untied": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    "step1 untied": {
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
     "step3": {},
     "step3 renormalised": {"norm_expert_weight": True, "moe_layers_enum": "2", "moe_top_k": 3},
 }
@@ -128,6 +133,7 @@ def test_logits_equal_the_reference(case: str) -> None:
         ("solar", "bskcn_1", [0]),
         ("solar", "bskcn_3", [0]),
         ("solar", "bskcn_tv", [0.9]),
+        ("step1", "num_key_value_heads", 6),
         ("step3", "num_attention_groups", 2),
         ("step3", "moe_layers_enum", "one"),
         ("param2moe", "score_function", "softmax"),
