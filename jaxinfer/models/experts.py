@@ -14,7 +14,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
-from jaxinfer.models.params import ParamSpec, as_is, join, join_flat, transposed
+from jaxinfer.models.params import ParamSpec, as_is, join, join_flat, plus_one, transposed
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import (
     DecoderSpec,
@@ -43,6 +43,7 @@ class ExpertTensors(NamedTuple):
     shared_gate: str = "mlp.shared_expert_gate"
     choice_bias_dims: int = 1  # with 2 the tensor is [1, E]
     latents: tuple[str, str] = ("", "")  # the projection to a latent, and back
+    norms: tuple[str, str] = ("", "")  # of the latent, and of each expert's output, less 1
 
 
 _TENSORS = ExpertTensors()
@@ -271,6 +272,9 @@ def expert_specs(
     downs = tuple(sources(names.down, i, width, f) for i in range(e))
     array = ArraySpec((e, width, f), axes.down)
     yield ParamSpec(path + "down", array, downs, join, pieces=e, matrix="experts")
+    for kind, name in zip(("latent", "output"), names.norms, strict=True) if ffn.norms else ():
+        own = (Source(f"{source}{name}.weight", (width,)),)
+        yield ParamSpec(f"{path}{kind}_norm", ArraySpec((width,), (None,)), own, plus_one)
     if ffn.shared is not None:
         linears = dense_linears(ffn.shared, outer, names.shared)
         weights, biases = linear_specs(f"{path}shared/", source, linears)

@@ -41,6 +41,7 @@ _NORM_TENSORS = MappingProxyType(
     {
         "rms": ("weight",),
         "rms_plain": (),
+        "rms_groups": ("weight",),
         "layer": ("weight", "bias"),
         "layer_weight": ("weight",),
         "layer_plain": (),
@@ -48,7 +49,7 @@ _NORM_TENSORS = MappingProxyType(
     }
 )
 _EPS_KEYS = MappingProxyType(
-    {"rms": "rms_norm_eps", "rms_plain": "rms_norm_eps"}
+    dict.fromkeys(("rms", "rms_plain", "rms_groups"), "rms_norm_eps")
 )  # others: layer_norm_eps
 # The parameters of a network with experts, of (path, start of tensor names, spec, width).
 type ExpertSpecs = Callable[[str, str, Any, int], Iterable[ParamSpec]]
@@ -257,10 +258,12 @@ def _qkv_linear(
     return Linear("qkv", tensors, shape, axes, mixer.qkv_bias, orders, widths, first)
 
 
-def _rotary_rows(mixer: AttentionConfig, heads: int, *, interleaved: bool) -> RotaryRows | None:
-    """The row order of so many heads; None if they rotate whole, as the kernels do."""
+def _rotary_rows(
+    mixer: AttentionConfig, heads: int, *, interleaved: bool, in_order: bool
+) -> RotaryRows | None:
+    """The row order of so many heads; None if they rotate whole, or in part, as the kernels do."""
     rotated = mixer.head_dim if mixer.rope is None else mixer.rope.width
-    if rotated == mixer.head_dim and not interleaved:
+    if in_order or rotated == mixer.head_dim and not interleaved:
         return None
     return RotaryRows(heads, mixer.head_dim, rotated, interleaved)
 
@@ -279,7 +282,8 @@ def _layer_specs(
     linears: tuple[Linear, ...] = ()
     attention = mixer.attention if isinstance(mixer, SideBySideConfig) else mixer
     if isinstance(attention, AttentionConfig):
-        rows = partial(_rotary_rows, attention, interleaved=interleaved)
+        order = {"interleaved": interleaved, "in_order": names.in_order}
+        rows = partial(_rotary_rows, attention, **order)
         heads = attention.num_heads * attention.value_dim
         linears = (
             _qkv_linear(attention, d, names, rows),

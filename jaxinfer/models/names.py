@@ -20,7 +20,8 @@ class TensorNames(NamedTuple):
     tensor with gate and up, or of a network without a gate. With ``packed`` the rows of the one
     tensor in ``qkv`` are those of a KV head's queries, its key and its value, then of the next;
     with ``groups`` of a group of heads their queries, values and keys, then of the next group.
-    ``gate`` is the tensor of the gates of heads, None where they are among the queries' rows.
+    ``gate`` is the tensor of the gates of heads, None where they are among the queries' rows. With
+    ``in_order`` component i of a head of which a part rotates does so with i + H/2.
     """
 
     embed: str = "model.embed_tokens"
@@ -34,6 +35,7 @@ class TensorNames(NamedTuple):
     down: str = "mlp.down_proj"
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     stacked_norms: bool = False
+    in_order: bool = False
     packed: bool = False
     gate: str | None = None
     groups: int = 0

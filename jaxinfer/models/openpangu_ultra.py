@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,13 +15,13 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import ExpertTensors, biased_experts, expert_specs, networks_by_layer
 from jaxinfer.models.latent import (
     LATENT_IGNORED_TENSORS,
     LatentNames,
     latent_config,
     latent_param_specs,
 )
+from jaxinfer.models.openpangu_parts import EXPERTS, NORMS, networks
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -39,11 +38,8 @@ _FIRST_NAMES = MappingProxyType(
     }
 )
 _DENSE = 3  # layers before those with experts, the published code's default
-_TENSORS = ExpertTensors(choice_bias="mlp.e_score_correction_bias")
 _NAMES = LatentNames()
-_SANDWICH = _NAMES._replace(
-    norms=(*_NAMES.norms, "pre_mlp_layernorm", "post_mlp_layernorm"),
-)
+_SANDWICH = _NAMES._replace(norms=NORMS)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -52,13 +48,11 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         hf.supported_only(config, key, only)  # of openPangu 2
     found = {key: config.get(first) for key, first in _FIRST_NAMES.items()}
     own = hf.with_defaults(config, {key: one for key, one in found.items() if one is not None})
-    biased = hf.flag(config, "router_enable_expert_bias", False)
-    experts = biased_experts(own, choice_bias=biased)
     decoder = latent_config(
         own,
         dtype,
         interleaved=True,
-        ffns=networks_by_layer(own, experts, first=_DENSE),
+        ffns=networks(own, first=_DENSE),
     )
     norms = "both" if hf.flag(config, "sandwich_norm", False) else "before"
     eps, layers = decoder.norm_eps, decoder.layers
@@ -69,7 +63,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """The parameters, with the norms after blocks if there are any."""
     names = _SANDWICH if config.layers[0].norms == "both" else _NAMES
-    return latent_param_specs(config, partial(expert_specs, names=_TENSORS), names=names)
+    return latent_param_specs(config, EXPERTS, names=names)
 
 
 FAMILY = ModelFamily(

@@ -29,6 +29,7 @@ _ROWS: Mapping[str, tuple[int | float | None, ...]] = MappingProxyType(
         "cosmos3_edge_text": (131072, 2048, 9216, 28, 16, 8, 128, 131072, 1e-05),
         "deepseek_v2": (102400, 4096, 11008, 32, 32, None, None, 2048, 1e-06),
         "deepseek_v3": (129280, 7168, 18432, 61, 128, 128, None, 4096, 1e-06),
+        "dots3_note_text": (152064, 5120, 13824, 46, 128, None, None, 524288, 1e-05),
         "emu3_text_model": (184622, 4096, 14336, 32, 32, 8, None, 9216, 1e-05),
         "gemma": (256000, 3072, 24576, 28, 16, 16, 256, 8192, 1e-06),
         "gemma2": (256000, 2304, 9216, 26, 8, 4, 256, 8192, 1e-06),
@@ -55,6 +56,7 @@ _ROWS: Mapping[str, tuple[int | float | None, ...]] = MappingProxyType(
         "mistral4": (131072, 4096, 12288, 36, 32, 32, None, 1048576, 1e-06),
         "mixtral": (32000, 4096, 14336, 32, 32, 8, None, 131072, 1e-05),
         "mllama_text_model": (128256, 4096, 14336, 40, 32, 8, None, 131072, 1e-05),
+        "muse_spark_text": (202048, 8192, 16384, 62, 128, 16, 64, 1048576, 1e-05),
         "nemotron_h": (131072, 4096, 21504, None, 32, 8, 128, 4096, None),
         "opt": (50272, 768, None, 12, 12, None, None, 2048, None),
         "persimmon": (262144, 4096, 16384, 36, 64, None, None, 16384, 1e-05),
@@ -81,9 +83,18 @@ _MORE: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # in a family of ano
 )
 
 
-def text_defaults(model_type: Any) -> dict[str, Any]:
-    """The values of the keys that a "text_config" of this type may lack; none of other types."""
+# of models whose text decoders have other defaults than those of their type elsewhere
+_OF_WHOLE: Mapping[str, tuple[int | float | None, ...]] = MappingProxyType(
+    {"omniasr": (11984, 4096, 2816, 12, 8, 8, None, 8192, 1e-05)}
+)
+
+
+def text_defaults(model_type: Any, whole: Any = None) -> dict[str, Any]:
+    """The values of the keys that a "text_config" of this type may lack, in a model of the type
+    ``whole``; none of other types.
+    """
     row = _ROWS.get(model_type) if isinstance(model_type, str) else None
+    row = _OF_WHOLE.get(whole, row) if isinstance(whole, str) else row
     if row is None:
         return {}
     keys = (*_KEYS, _OF_LAYERS if model_type in _LAYER_NORMS else _OF_RMS)

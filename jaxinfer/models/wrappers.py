@@ -71,6 +71,7 @@ WRAPPERS = (
     "MossTranscribeDiarizeForConditionalGeneration",
     "MusicFlamingoForConditionalGeneration",
     "NemotronH_Omni_Reasoning_V3",
+    "OmniASRForConditionalGeneration",
     "Ovis2ForConditionalGeneration",
     "PaliGemmaForConditionalGeneration",
     "PerceptionLMForConditionalGeneration",
@@ -195,6 +196,7 @@ COSMOS_OTHERS = (
 # Models of text and images that are named in a family's own lines: its text decoder is read.
 WITH_IMAGES = (
     "DeepseekOcr2ForConditionalGeneration",
+    "Dots3NoteForConditionalGeneration",
     "Ernie4_5_VLMoeForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration",
     "PaddleOCRVLForConditionalGeneration",
@@ -206,6 +208,7 @@ WITH_IMAGES = (
     "MistralLarge4ForConditionalGeneration",
     "Molmo2ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Qwen4ExpForConditionalGeneration",
@@ -245,4 +248,5 @@ def own_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = own.get("model_type")
     if kind in _OWN_END:
         added[OWN_END] = own.get("eos_token_id")
-    return {**text_defaults(kind), **own, **added, **_FIXED.get(str(kind), {})}
+    defaults = text_defaults(kind, whole.get("model_type"))
+    return {**defaults, **own, **added, **_FIXED.get(str(kind), {})}

@@ -130,3 +130,10 @@ class MixerSpec(BlockSpec, Protocol):
         """The mixer with pages of ``dtype``. The default is None: they have no other form."""
         del dtype
         return None
+
+
+def paged_as(mixer: MixerSpec, own: jnp.dtype, dtype: jnp.dtype) -> MixerSpec | None:
+    """The mixer with pages of ``dtype`` in place of its ``own``, None if they have no such form;
+    without any it stays as it is.
+    """
+    return mixer.with_pages(dtype) if mixer.state(own).paged else mixer

@@ -150,7 +150,7 @@ class DecoderLayer(nn.Module):
         else:
             weights, rows_each = param(self, "norms"), 2 if own.kind == "layer" else 1
             starts = range(0, len(weights), rows_each)
-            norms = [Norm(weights, row, own.eps, own.kind) for row in starts]
+            norms = [Norm(weights, row, own.eps, own.kind, own.groups) for row in starts]
         places, none = NORM_PLACES[self.spec.norms], norms[0].as_none()
         before = [none if i is None else norms[i] for i in places[::2]]
         after = [None if i is None else replace(norms[i], eps=own.post_eps) for i in places[1::2]]
@@ -332,7 +332,7 @@ class Decoder(nn.Module):
             return _plain_norm(self.spec.hidden_size, norms)
         plain = norms.kind in ("layer_plain", "none")
         weights = None if plain else jnp.atleast_2d(param(self, name))
-        return Norm(weights, 0, norms.eps, norms.kind)
+        return Norm(weights, 0, norms.eps, norms.kind, norms.groups)
 
     def unembed(
         self,

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.block import BlockSpec, MixerSpec, QueryGrowth, StepShape, kv_part, part
+from jaxinfer.nn.block import BlockSpec, MixerSpec, QueryGrowth, StepShape, kv_part, paged_as, part
 from jaxinfer.nn.layer_spec import (
     BlockFactors,
+    ExpertNorms,
+    GateAct,
     LayerEndConfig,
     LayerInputsConfig,
     NormKind,
@@ -61,20 +63,19 @@ class FeedForwardSpec(BlockSpec, Protocol):
 class AttentionConfig(BlockSpec):
     """Grouped-query attention.
 
-    ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
-    ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head ("plain":
-    without weights), or of all heads together, or that of each "rotated" head ("rotated_plain"); or
-    before rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a
-    weight of each ("layers"), or both of each ("layers_bias"). LayerNorms have the epsilon
-    ``qk_norm_eps`` (None: that of the layer's norms). With ``sinks`` each head has a logit next to
-    its scores in the softmax. With ``gate`` the output of each head is multiplied by ``gate_act``
-    of a projection of the token (``gate_bias``: a part of ``qkv_bias`` is that of the gates), with
-    ``head_gate`` by one number. ``values`` says how values are made. Queries, keys and values are
-    limited to ``clip`` and its negative, and queries grow with the position. Scores x become
-    c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the epsilon of an
-    RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as keys) are
-    stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype`` is that of
-    pages (None: the decoder's). With ``chunk``, tokens attend within chunks of the context.
+    ``window`` is the attention window in tokens; ``scale`` multiplies scores. ``qk_norm`` is an RMS
+    norm of queries and of keys: before rope that of each head ("plain": without weights), or of all
+    heads together, or that of each "rotated" head ("rotated_plain"); or before rope a LayerNorm of
+    each head, with one weight and bias for all ("layer"), a weight of each ("layers"), or both of
+    each ("layers_bias"), and the epsilon ``qk_norm_eps`` (None: that of the layer's norms). With
+    ``sinks`` each head has a logit next to its scores in the softmax. With ``gate`` the output of
+    each head is multiplied by ``gate_act`` of a projection of the token (``gate_bias``: a part of
+    ``qkv_bias`` is that of the gates), with ``head_gate`` by one number. Queries, keys and values
+    are limited to ``clip`` and its negative, and queries grow with the position. Scores x become
+    c tanh(x / c) with a ``cap`` c. ``out_norm`` is the epsilon of an RMS norm of all heads'
+    outputs, ``head_norm`` of one of each head's, without weights and before gates. Values of
+    ``own_value_dim`` components (None: as keys) have zeros behind them in pages (of ``page_dtype``)
+    and are multiplied by ``value_scale``.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -94,13 +95,14 @@ class AttentionConfig(BlockSpec):
     gate: bool = False
     gate_bias: bool = True
     head_gate: bool = False
-    gate_act: Literal["sigmoid", "softplus"] = "sigmoid"
+    gate_act: GateAct = "sigmoid"
     values: Values = "projected"
     clip: float | None = None
     cap: float | None = None
     growth: QueryGrowth | None = None
     alibi: Alibi | None = None
     out_norm: float | None = None
+    head_norm: float | None = None
     page_dtype: jnp.dtype | None = None
     own_value_dim: int | None = None
     value_scale: float = 1.0
@@ -199,10 +201,10 @@ class ExpertsConfig(FeedForwardSpec):
     it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token is multiplied by its weight
     before the expert instead of after it (Llama 4). Choices from ``count`` on are of
     ``zero_experts``, which return the token itself, without ``zero_keeps`` zeros. With ``latent``
-    experts read a projection of the token to that width, and their sum is projected back.
-    ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
-    ``EngineConfig``. ``slices``: several devices have a part of the columns of every expert, not
-    whole experts.
+    experts read a projection of the token to that width, and their sum is projected back; ``norms``
+    are of that latent and of each expert's output.
+    ``dummy_routing`` replaces the router's choices: see ``EngineConfig``. ``slices``: several
+    devices have a part of the columns of every expert, not whole experts.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -220,6 +222,7 @@ class ExpertsConfig(FeedForwardSpec):
     shared_scale: float = 1.0
     weighs_inputs: bool = False
     latent: int | None = None
+    norms: ExpertNorms | None = None
     zero_experts: int = 0
     zero_keeps: bool = True
     dummy_routing: str = "auto"
@@ -293,16 +296,6 @@ class LayerSpec:
         return replace(own, per_slot=own.per_slot + more)
 
 
-def _with_pages(layer: LayerSpec, own: jnp.dtype, dtype: jnp.dtype) -> LayerSpec | None:
-    """The layer with pages of ``dtype`` in place of its ``own``, None if they have no such form;
-    without any it stays as it is.
-    """
-    if not layer.mixer.state(own).paged:
-        return layer
-    mixer = layer.mixer.with_pages(dtype)
-    return None if mixer is None else replace(layer, mixer=mixer)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A decoder; ``lengths`` are an engine's default context length and the longest one.
@@ -326,6 +319,7 @@ class DecoderSpec:
     tie_word_embeddings: bool
     dtype: jnp.dtype
     norm_dtype: jnp.dtype | None = None
+    norm_groups: int = 1
     post_norm_eps: float | None = None
     final_norm_eps: float | None = None
     embed_scale: float | None = None
@@ -352,9 +346,10 @@ class DecoderSpec:
 
     def with_pages(self, dtype: jnp.dtype) -> DecoderSpec | None:
         """The decoder with pages of ``dtype``; None if those of some layer have no such form."""
-        layers = [_with_pages(layer, self.dtype, dtype) for layer in self.layers]
-        possible = tuple(layer for layer in layers if layer is not None)
-        return replace(self, layers=possible) if len(possible) == len(layers) else None
+        mixers = [paged_as(layer.mixer, self.dtype, dtype) for layer in self.layers]
+        pairs = zip(self.layers, mixers, strict=True)
+        layers = tuple(replace(layer, mixer=own) for layer, own in pairs if own is not None)
+        return replace(self, layers=layers) if len(layers) == len(mixers) else None
 
     def share(self, devices: int) -> DecoderSpec:
         """One device's part: see ``MixerSpec``. Embedding and head are as large as their arrays."""
@@ -364,7 +359,8 @@ class DecoderSpec:
     @property
     def norms(self) -> NormSpec:
         """The norms of the residual stream."""
-        return NormSpec(self.norm, self.norm_eps, self.norm_dtype or self.dtype, self.post_norm_eps)
+        eps, dtype = (self.norm_eps, self.post_norm_eps), self.norm_dtype or self.dtype
+        return NormSpec(self.norm, eps[0], dtype, eps[1], self.norm_groups)
 
     @property
     def stream_width(self) -> int:

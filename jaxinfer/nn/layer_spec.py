@@ -9,16 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
     import flax.linen as nn
 
-# An RMS norm with and without weight; LayerNorm with weight and bias, with a weight alone, and
-# without parameters; "none" changes nothing (a ``GatedResidual`` has norms of its own).
-type NormKind = Literal["rms", "rms_plain", "layer", "layer_weight", "layer_plain", "none"]
+# An RMS norm with and without weight, and of groups of components, with a weight of all; LayerNorm
+# with weight and bias, with a weight alone, and without parameters; "none" changes nothing (a
+# ``GatedResidual`` has norms of its own).
+type NormKind = Literal[
+    "rms", "rms_plain", "rms_groups", "layer", "layer_weight", "layer_plain", "none"
+]
+# Functions of the gates of attention's outputs; "softplus_2" is log2(1 + 2^x).
+type GateAct = Literal["sigmoid", "softplus", "softplus_2", "silu"]
 # See ``AttentionConfig`` of ``nn.decoder_config``.
 type QKNormKind = Literal[
     "head", "plain", "all_heads", "rotated", "rotated_plain", "layer", "layers", "layers_bias"
@@ -36,6 +41,15 @@ NORM_PLACES: Mapping[NormPlaces, tuple[int | None, ...]] = MappingProxyType(
         "ffn": (None, None, 0, None),
     }
 )
+
+
+class ExpertNorms(NamedTuple):
+    """The epsilons of the RMS norms of a mixture's latent, and of each expert's output, which is
+    multiplied by the norm's weights first (Muse Spark).
+    """
+
+    latent_eps: float
+    output_eps: float
 
 
 @dataclass(frozen=True)
@@ -122,14 +136,15 @@ class BlockFactors:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """The kind, epsilon and weight dtype of all norms of the residual stream, and the epsilon of
-    norms after blocks (None: the same).
+    """The kind, epsilon and weight dtype of all norms of the residual stream, the epsilon of norms
+    after blocks (None: the same), and the number of groups of those of groups.
     """
 
     kind: NormKind
     eps: float
     dtype: jnp.dtype
     own_post_eps: float | None = None
+    groups: int = 1
 
     @property
     def post_eps(self) -> float:

@@ -23,7 +23,7 @@ from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.all_reduce_norm.api import AllReduceNormArgs, all_reduce_norm, is_fused
 from pallas_kernels.harness.pins import ALL_XLA, Pins
 from pallas_kernels.harness.registry import STATIC
-from pallas_kernels.lib.numerics import add_partials, mean_last
+from pallas_kernels.lib.numerics import add_partials, mean_last, rms_norm
 from pallas_kernels.norm_gemm.api import NormGemmArgs, norm_gemm
 from pallas_kernels.residual_norm.api import NormArgs, residual_norm
 from pallas_kernels.sandwich_norm.api import SandwichArgs, sandwich_norm
@@ -76,6 +76,7 @@ class Norm:
     row: int = field(metadata=STATIC)
     eps: float = field(metadata=STATIC)
     kind: NormKind = field(default="rms", metadata=STATIC)
+    groups: int = field(default=1, metadata=STATIC)
 
     def args(self, stream: Stream) -> NormArgs:
         """An RMS norm of a stream as the argument of its kernels; makes the sum over devices."""
@@ -220,6 +221,9 @@ def normalised(
     if isinstance(stream.delta, Outputs) and norm.kind == "rms":
         stream, (h,) = normalised_by(stream, (norm,), ctx)
         return stream, h
+    if norm.kind == "rms_groups":
+        x = stream.total(ctx.pins)
+        return Stream(x), _group_norm(x, norm, fixed=ctx.pins.invariant)
     if norm.kind != "rms":
         x = stream.total(ctx.pins)
         return Stream(x), layer_norm(x, *norm.affine(), norm.eps, fixed=ctx.pins.invariant)
@@ -228,6 +232,14 @@ def normalised(
     else:
         x, h = residual_norm(norm.args(stream), ctx.pinned("residual_norm"))
     return Stream(x), h
+
+
+def _group_norm(x: jax.Array, norm: Norm, *, fixed: bool) -> jax.Array:  # [T, D] -> [T, D]
+    """An RMS norm of each of ``norm.groups`` groups of adjacent components."""
+    assert norm.weights is not None, "of an RMS norm"
+    parts = x.reshape(len(x), norm.groups, -1)
+    weights = norm.weights[norm.row].reshape(norm.groups, -1)
+    return rms_norm(parts, weights, norm.eps, fixed=fixed).reshape(x.shape)
 
 
 def normalised_by(

@@ -14,13 +14,15 @@ import numpy as np
 class Alibi:
     """Scores less the distance of the key times a slope of their head (Press et al. 2021,
     arXiv:2108.12409). ``scale`` multiplies all slopes, ``geometric`` is of those of any N, and
-    ``most`` is minus the binary logarithm of the last one.
+    ``most`` is minus the binary logarithm of the last one. With ``root`` it is the square root of
+    the distance.
     """
 
     num_heads: int
     scale: float = 1.0
     geometric: bool = False
     most: float = 8.0
+    root: bool = False
 
     def slopes(self) -> np.ndarray:  # float32[N]
         """2^(-m i / n) for i from 1 to n, the largest power of two up to N; the heads after these

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.nn.linear import BlockOutput, Outputs, Stream, whole
-from jaxinfer.nn.residual_spec import HyperResidual, MixedResidual
+from jaxinfer.nn.residual_spec import BlendedResidual, HyperResidual, MixedResidual
 from jaxinfer.nn.weight import param, take_rows
+from pallas_kernels.lib.numerics import rms_norm
 
 # The stream after a block, of the tokens of the block's output: of its input [T, D], and of its
 # output [T, D], which may be split-K partials float32[S, T, D] or ``Addends``.
@@ -65,6 +66,38 @@ class Weighted(nn.Module):
         del only
         own = param(self, "weight")
         return stream, lambda x, delta: Stream(x * own, delta)
+
+
+class Blended(nn.Module):
+    """How a block uses the stream: see ``BlendedResidual``. Parameters in float32:
+
+    gate [D]    scale [D] of the outputs of networks
+    """
+
+    config: BlendedResidual
+    weighs: bool
+
+    @nn.compact
+    def read(
+        self,
+        stream: Stream,
+        only: jax.Array | None,  # int32[B]
+    ) -> tuple[Stream, Add]:
+        """See ``Plain``."""
+        del only
+        c, scale = self.config, param(self, "scale") if self.weighs else None
+        gate = param(self, "gate") / c.temperature
+        own, kept = jax.nn.sigmoid(gate), jax.nn.sigmoid(-gate)
+        kept = jnp.sqrt(jnp.maximum(kept * (1 + own), c.least))
+
+        def add(x: jax.Array, delta: Any) -> Stream:
+            made = Stream(jnp.zeros_like(x), delta).total()
+            if scale is not None:
+                made = (made.astype(jnp.float32) * scale).astype(x.dtype)
+            made = rms_norm(made, jnp.ones_like(gate), c.norm_eps).astype(jnp.float32)
+            return Stream((kept * x.astype(jnp.float32) + own * made).astype(x.dtype))
+
+        return stream, add
 
 
 class Hyper(nn.Module):

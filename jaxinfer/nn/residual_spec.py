@@ -106,6 +106,29 @@ class GatedResidual:
 
 
 @dataclass(frozen=True)
+class BlendedResidual:
+    """One stream, which a block blends with its output after an RMS norm of it: Muse Spark's gates.
+
+    Of a parameter g of each component, with b = sigmoid(g / ``temperature``), the stream is
+    multiplied by the square root of 1 - b^2, which is at least ``least``, and the output by b.
+    Outputs of networks are multiplied by weights before their norm, whose epsilon is ``norm_eps``.
+    """
+
+    is_invariant: ClassVar[bool] = False
+    temperature: float
+    norm_eps: float
+    least: float = 1e-3
+    num_streams: int = 1
+
+    def module(self, name: str) -> Any:
+        """See ``ResidualSpec``; the decoder's has no parameters."""
+        module = import_module("jaxinfer.nn.residual")
+        if name == "residual":
+            return module.Plain()
+        return module.Blended(self, weighs=name == "ffn_residual", name=name)
+
+
+@dataclass(frozen=True)
 class WeightedResidual:
     """One stream, which is multiplied by a parameter of each block before its output is added."""
 

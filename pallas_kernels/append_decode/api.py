@@ -82,6 +82,7 @@ def append_decode(
     if qkv.ndim != 3 or qkv.shape[0] != rows or args.queries.shape[1] < 1:
         raise ValueError(f"append_decode: heads {qkv.shape} do not fit pages {args.k_pages.shape}")
     context = args.page_table, args.seq_lens, args.window, args.sinks, args.slopes
+    context = (*context, args.sink_values)
     check_paged("append_decode", args.queries, args.k_pages, args.v_pages, *context)
     check_scales("append_decode", args)
     cos, sin, qk_norms, arrivals = args.cos, args.sin, args.qk_norms, args.arrivals

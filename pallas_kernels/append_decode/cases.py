@@ -332,6 +332,18 @@ CASES = (
     DecodeCase(
         "smollm2_tp3_slopes_window", _SMOL_TP3, (300, 9), slopes=True, window=140, tags=_XLA
     ),
+    DecodeCase(
+        "gpt2_slopes_root",
+        shapes.GPT2,
+        (3, 0, 300),
+        rotary=False,
+        slopes=True,
+        root=True,
+        tags=_XLA,
+    ),
+    DecodeCase(
+        "gpt2_sink_values", shapes.GPT2, (3, 0, 300), rotary=False, sink_values=True, tags=_XLA
+    ),
     DecodeCase("shared_sinks", _SMOL_TP3, (70, 0, 16), sinks=True, appends=False),
     DecodeCase(
         "gemma4_26b_rows",
@@ -379,12 +391,13 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "page_table": arrays.page_table,
         "seq_lens": seq_lens,
         "arrivals": arrivals,
-        "sinks": sinks_of(case, rng),
+        **sinks_of(case, rng, rows),
         "k_scales": arrays.k_scales,
         "v_scales": arrays.v_scales,
         "slopes": slopes_of(case),
     }
     static: dict[str, Any] = {"window": case.window, "values": case.values, "cap": case.cap}
+    static["root"] = case.root
     return Inputs((DecodeArgs(**args, scale=h**-0.5, eps=1e-6, **static, appends=case.appends),))
 
 

@@ -69,8 +69,8 @@ def call_shapes(args: DecodeArgs) -> Hashable:
 def supports(args: DecodeArgs) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
     (_, n, h), num_kv_heads = args.queries.shape, args.k_pages.shape[2]
-    if args.slopes is not None:
-        return "scores have a bias (ALiBi)"
+    if args.slopes is not None or args.sink_values is not None:
+        return "scores have a bias (ALiBi), or sinks have values"
     if not HEAD_DIMS[0] <= h <= HEAD_DIMS[1]:
         return f"head_dim {h} is not between {HEAD_DIMS[0]} and {HEAD_DIMS[1]}"
     if n // num_kv_heads > MAX_GROUP:

@@ -55,8 +55,8 @@ def group_tile(num_heads: int, num_kv_heads: int) -> int:
 
 def supports(args: DecodeArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
-    if args.cap is not None or args.slopes is not None:
-        return "scores have a cap or a bias (ALiBi)"
+    if args.cap is not None or args.slopes is not None or args.sink_values is not None:
+        return "scores have a cap or a bias (ALiBi), or sinks have values"
     (rows, n, h), dtype, norms = args.queries.shape, args.qkv.dtype, args.qk_norms
     page_size, num_kv_heads = args.k_pages.shape[1:3]
     if str(dtype) not in DTYPES or args.k_pages.dtype != dtype:

@@ -31,7 +31,8 @@ class DecodeArgs:
 
     ``seq_lens`` count the new token. ``arrivals`` are counters by which the CTAs of a row find the
     last one to arrive. They are zero before and after, so one array serves all layers of a step
-    (None: allocated by the call). ``sinks`` and ``slopes`` are those of ``attend_ref.attend``.
+    (None: allocated by the call). ``sinks``, their values, ``slopes`` and ``root`` are those of
+    ``attend_ref.attend``.
     ``values`` says how the new token's values are made.
 
     With a ``cap`` c scores x become c tanh(x / c).
@@ -49,16 +50,18 @@ class DecodeArgs:
     page_table: jax.Array  # int32[B, M]
     seq_lens: jax.Array  # int32[B]
     arrivals: jax.Ref | None = None  # int32[>= B * K]
-    sinks: jax.Array | None = None  # [N]
+    sinks: jax.Array | None = None  # [N], with values [B, N]
     k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
     v_scales: jax.Array | None = None  # float32[P, S, K]
     slopes: jax.Array | None = None  # float32[N]
+    sink_values: jax.Array | None = None  # [B, N, H]
     scale: float = field(metadata=STATIC)
     eps: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
     values: Values = field(default="projected", metadata=STATIC)
     appends: bool = field(default=True, metadata=STATIC)
     cap: float | None = field(default=None, metadata=STATIC)
+    root: bool = field(default=False, metadata=STATIC)
 
     @property
     def new_heads(self) -> int:
@@ -77,6 +80,11 @@ class DecodeArgs:
         """The fields of the pools, in an op that appends, too."""
         names = ("k_pages", "v_pages", "k_scales", "v_scales")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """How scores are made, as arguments of ``attend``."""
+        return {name: getattr(self, name) for name in ("scale", "window", "cap", "root")}
 
     def with_values(self, *, fixed: bool = False) -> DecodeArgs:
         """The same call with values that are projected; ``fixed`` is as in ``sum_last``."""
@@ -99,11 +107,10 @@ def append_decode(
 ) -> tuple[jax.Array, ...]:  # [B, N, H] and the pools
     """A row of length 0 is padding: its token goes to page 0, which is never read."""
     lens, page_size = np.asarray(args.seq_lens), args.k_pages.shape[1]
-    beside = args.sinks, args.slopes
-    static = {"scale": args.scale, "window": args.window, "cap": args.cap}
+    beside = args.sinks, args.slopes, args.sink_values
     if not args.appends:
         q, pools = jax.tree.map(jnp.asarray, args).rotated_queries(), pools_of(args)
-        return attend(q, pools, args.page_table, lens, *beside, **static), *pools
+        return attend(q, pools, args.page_table, lens, *beside, **args.scores), *pools
     args = args.with_values()
     last = np.maximum(lens - 1, 0)
     page = np.asarray(args.page_table)[np.arange(len(lens)), last // page_size]
@@ -117,4 +124,4 @@ def append_decode(
             qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **new, eps=args.eps
         )
         q, *pools = qk_rope_append(rotated)
-    return attend(q, (*pools,), args.page_table, lens, *beside, **static), *pools
+    return attend(q, (*pools,), args.page_table, lens, *beside, **args.scores), *pools

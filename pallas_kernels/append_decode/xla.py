@@ -22,11 +22,10 @@ def append_decode(
 ) -> tuple[jax.Array, ...]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
     page_size, lens = args.k_pages.shape[1], args.seq_lens
-    beside = args.sinks, args.slopes
-    static = {"scale": args.scale, "window": args.window, "cap": args.cap}
+    beside = args.sinks, args.slopes, args.sink_values
     if not args.appends:
         q, pools = args.rotated_queries(), pools_of(args)
-        return attend(q, pools, args.page_table, lens, *beside, **static), *pools
+        return attend(q, pools, args.page_table, lens, *beside, **args.scores), *pools
     args = args.with_values()
     last = jnp.maximum(lens - 1, 0)
     page = jnp.take_along_axis(args.page_table, (last // page_size)[:, None], axis=1)[:, 0]
@@ -40,4 +39,4 @@ def append_decode(
             qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **new, eps=args.eps
         )
         q, *pools = qk_rope_append(rotated)
-    return attend(q, (*pools,), args.page_table, lens, *beside, **static), *pools
+    return attend(q, (*pools,), args.page_table, lens, *beside, **args.scores), *pools

@@ -40,8 +40,9 @@ def check_paged(
     page_table: jax.Array,  # int32[R, M]
     seq_lens: jax.Array,  # int32[R]
     window: int | None,
-    sinks: jax.Array | None = None,  # [N]
+    sinks: jax.Array | None = None,  # [N], with values [T, N]
     slopes: jax.Array | None = None,  # [N]
+    sink_values: jax.Array | None = None,  # [T, N, H]
 ) -> None:
     """Raise ValueError when shapes do not fit together or ``window`` is below 1."""
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
@@ -58,6 +59,10 @@ def check_paged(
         )
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be at least 1, got {window}")
+    if sink_values is not None:
+        if sinks is None or sinks.shape != q.shape[:2] or sink_values.shape != q.shape:
+            raise ValueError(f"{op}: values {sink_values.shape} of sinks need one of each query")
+        sinks = None
     for name, one in (("sinks", sinks), ("slopes", slopes)):
         if one is not None and one.shape != (q.shape[1],):
             raise ValueError(f"{op}: {name} {one.shape} are not one for each of {q.shape[1]} heads")

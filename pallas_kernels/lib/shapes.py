@@ -111,7 +111,9 @@ class PagedCase:
     padding: int = 0
     window: int | None = None
     sinks: bool = False
+    sink_values: bool = False
     slopes: bool = False
+    root: bool = False
     cap: float | None = None
     dtype: str = "float32"
     kv_dtype: str = ""  # of the pages; empty: the dtype of the queries
@@ -135,11 +137,21 @@ class PagedCase:
         return seq if self.window is None else min(seq, self.window + lens[row] - 1)
 
 
-def sinks_of(case: PagedCase, rng: np.random.Generator) -> np.ndarray | None:  # [N]
-    """Sinks that matter beside a case's scores, if it has any."""
+def sinks_of(
+    case: PagedCase, rng: np.random.Generator, queries: int
+) -> dict[str, np.ndarray | None]:
+    """Sinks [N] that matter beside a case's scores, if it has any, or of each query [T, N] with
+    values [T, N, H].
+    """
+    if case.sink_values:
+        shape = (queries, case.heads.num_heads, case.heads.head_dim)
+        made = rng.uniform(-1, 2, shape[:2]), rng.standard_normal(shape)
+        sinks, values = (one.astype(np.float32) for one in made)
+        return {"sinks": sinks, "sink_values": values}
     if not case.sinks:
-        return None
-    return rng.uniform(-1, 2, case.heads.num_heads).astype(jnp.dtype(case.dtype))
+        return {"sinks": None}
+    sinks = rng.uniform(-1, 2, case.heads.num_heads).astype(jnp.dtype(case.dtype))
+    return {"sinks": sinks}
 
 
 def slopes_of(case: PagedCase) -> np.ndarray | None:  # float32[N]

@@ -27,14 +27,17 @@ class SoftmaxState(NamedTuple):
 
 
 def init_state(
-    shape: tuple[int, ...], head_dim: int, sinks: jax.Array | None = None
+    shape: tuple[int, ...],
+    head_dim: int,
+    sinks: jax.Array | None = None,
+    values: jax.Array | None = None,  # [..., H]
 ) -> SoftmaxState:
     """The state before any key, for queries of the given shape.
 
-    ``sinks``, of a shape that broadcasts to it, are the scores of a key that all queries see and
-    whose value is 0.
+    ``sinks``, of a shape that broadcasts to it, are the scores of a key that all queries see, whose
+    value is 0 or one of ``values``.
     """
-    acc = jnp.zeros((*shape, head_dim))
+    acc = jnp.zeros((*shape, head_dim)) if values is None else values.astype(jnp.float32)
     if sinks is None:
         return SoftmaxState(jnp.full(shape, -jnp.inf), jnp.zeros(shape), acc)
     first = jnp.broadcast_to(sinks.astype(jnp.float32), shape)
@@ -50,11 +53,18 @@ def biased(
     scores: jax.Array,  # [...]
     slopes: jax.Array | None,  # [N], of a shape that broadcasts to the scores
     distance: jax.Array,  # int32: of the key before its query, likewise
+    *,
+    root: bool = False,
 ) -> jax.Array:  # [...]
     """Scores less the slope of their head times the distance (ALiBi: Press et al. 2021,
-    arXiv:2108.12409).
+    arXiv:2108.12409), or with ``root`` its square root (Step 1).
     """
-    return scores if slopes is None else scores - slopes * distance.astype(jnp.float32)
+    if slopes is None:
+        return scores
+    far = distance.astype(jnp.float32)
+    if root:  # a key behind its query is masked, and must not be NaN
+        far = jnp.sqrt(jnp.maximum(far, 0.0))
+    return scores - slopes * far
 
 
 def block_weights(

@@ -34,6 +34,13 @@ def _supports(queries: jax.Array, pages: jax.Array) -> str | None:
     return None
 
 
+def _unfit(args: DecodeArgs | PrefillArgs) -> str | None:
+    """Why the kernels lack a call's softmax, or None."""
+    if args.root:
+        return "scores have a bias of square roots"
+    return None if args.sink_values is None else "sinks have values"
+
+
 def rope_append_supports(args: RopeAppendArgs) -> str | None:
     """Why ``qk_rope_append`` cannot run, or None."""
     return _supports(args.qkv, args.k_pages)
@@ -41,12 +48,12 @@ def rope_append_supports(args: RopeAppendArgs) -> str | None:
 
 def append_decode_supports(args: DecodeArgs) -> str | None:
     """Why ``append_decode`` cannot run, or None."""
-    return _supports(args.qkv, args.k_pages)
+    return _unfit(args) or _supports(args.qkv, args.k_pages)
 
 
 def prefill_supports(args: PrefillArgs) -> str | None:
     """Why ``paged_prefill`` cannot run, or None."""
-    return _supports(args.q, args.k_pages)
+    return _unfit(args) or _supports(args.q, args.k_pages)
 
 
 def _append(

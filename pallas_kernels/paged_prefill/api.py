@@ -82,6 +82,7 @@ def paged_prefill(args: PrefillArgs, impl: str | None = None) -> jax.Array:  # [
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
     context = args.page_table, args.seq_lens, args.window, args.sinks, args.slopes
+    context = (*context, args.sink_values)
     check_paged("paged_prefill", args.q, args.k_pages, args.v_pages, *context)
     if args.query_start_loc.shape != (args.seq_lens.shape[0] + 1,):
         raise ValueError(

@@ -257,6 +257,18 @@ CASES = (
     PagedCase(
         "smollm2_tp3_slopes_window", _SMOL_TP3, (200,), (66,), slopes=True, window=130, tags=_XLA
     ),
+    PagedCase(
+        "gpt2_slopes_root", shapes.GPT2, (60, 0, 170), (9, 0, 70), slopes=True, root=True, tags=_XLA
+    ),
+    PagedCase(
+        "gpt2_sink_values",
+        shapes.GPT2,
+        (60, 0, 90),
+        (9, 0, 70),
+        padding=3,
+        sink_values=True,
+        tags=_XLA,
+    ),
     PagedCase("gpt_oss_sinks", shapes.GPT_OSS_20B, (70, 0), (70, 0), padding=3, sinks=True),
     PagedCase("gpt_oss_sinks_window", shapes.GPT_OSS_20B, (200,), (9,), sinks=True, window=128),
     PagedCase(
@@ -355,12 +367,12 @@ def build(case: PagedCase, seed: int) -> Inputs:
         "page_table": arrays.page_table,
         "seq_lens": np.asarray(case.seq_lens, np.int32),
         "query_start_loc": starts,
-        "sinks": sinks_of(case, rng),
+        **sinks_of(case, rng, shape[0]),
         "k_scales": arrays.k_scales,
         "v_scales": arrays.v_scales,
         "slopes": slopes_of(case),
     }
-    static: dict[str, Any] = {"window": case.window, "cap": case.cap}
+    static: dict[str, Any] = {"window": case.window, "cap": case.cap, "root": case.root}
     return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, **static),))
 
 

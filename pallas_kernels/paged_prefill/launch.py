@@ -148,8 +148,8 @@ def num_warpgroups(head_dim: int, window: int | None, num_tokens: int) -> int:
 
 def mosaic_supports(args: PrefillArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
-    if args.cap is not None or args.slopes is not None:
-        return "scores have a cap or a bias (ALiBi)"
+    if args.cap is not None or args.slopes is not None or args.sink_values is not None:
+        return "scores have a cap or a bias (ALiBi), or sinks have values"
     (t, _, h), dtype, page_size = args.q.shape, args.q.dtype, args.k_pages.shape[1]
     if str(dtype) not in MOSAIC_DTYPES or args.k_pages.dtype != dtype:
         return f"queries are {dtype} and pages {args.k_pages.dtype}, not the same 16-bit dtype"
@@ -172,8 +172,8 @@ def result_shapes(args: PrefillArgs) -> jax.ShapeDtypeStruct:
 def triton_supports(args: PrefillArgs) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
     (_, n, h), num_kv_heads = args.q.shape, args.k_pages.shape[2]
-    if args.slopes is not None:
-        return "scores have a bias (ALiBi)"
+    if args.slopes is not None or args.sink_values is not None:
+        return "scores have a bias (ALiBi), or sinks have values"
     if not HEAD_DIMS[0] <= h <= HEAD_DIMS[1]:
         return f"head_dim {h} is not between {HEAD_DIMS[0]} and {HEAD_DIMS[1]}"
     if n // num_kv_heads > MAX_GROUP:

@@ -21,7 +21,7 @@ MAX_PARTS = 4  # CTAs that divide a head's columns of values
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PrefillArgs:
-    """The arguments of ``paged_prefill``; sinks, slopes and cap are as in ``attend_ref.attend``."""
+    """The arguments of ``paged_prefill``; all but the rows are as in ``attend_ref.attend``."""
 
     q: jax.Array  # [T, N, H]
     k_pages: jax.Array  # [P, S, K, H]
@@ -29,13 +29,15 @@ class PrefillArgs:
     page_table: jax.Array  # int32[R, M]
     seq_lens: jax.Array  # int32[R]
     query_start_loc: jax.Array  # int32[R + 1]
-    sinks: jax.Array | None = None  # [N]
+    sinks: jax.Array | None = None  # [N], with values [T, N]
     k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
     v_scales: jax.Array | None = None  # float32[P, S, K]
     slopes: jax.Array | None = None  # float32[N]
+    sink_values: jax.Array | None = None  # [T, N, H]
     scale: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
     cap: float | None = field(default=None, metadata=STATIC)
+    root: bool = field(default=False, metadata=STATIC)
 
 
 def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
@@ -47,6 +49,6 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     before_end = jnp.asarray(args.query_start_loc)[row + 1] - 1 - index
     seen = jnp.where(real, jnp.asarray(args.seq_lens)[row] - before_end, 0)
     table = jnp.asarray(args.page_table)[row]
-    static = {"scale": args.scale, "window": args.window, "cap": args.cap}
-    beside = args.sinks, args.slopes
+    static = {"scale": args.scale, "window": args.window, "cap": args.cap, "root": args.root}
+    beside = args.sinks, args.slopes, args.sink_values
     return attend(args.q, pools_of(args), table, seen, *beside, **static)

@@ -70,11 +70,7 @@ def _attend_tile(
     """Attention of one tile over the blocks that its queries see."""
     width, window, pools = queries.shape[2], args.window, pools_of(args)
     page_size, scales = pools[0].shape[1], pools[2:] or (None, None)
-    of_heads, by_head = (
-        None if one is None else one.reshape(*queries.shape[:2], 1)
-        for one in (args.sinks, args.slopes)
-    )
-    by_head = None if by_head is None else by_head[..., None]  # [K, G, 1, 1]
+    by_head = None if args.slopes is None else args.slopes.reshape(*queries.shape[:2], 1, 1)
     block_pages = softmax.pages_per_block(page_size)
     block = block_pages * page_size
     index = jnp.arange(width)
@@ -92,7 +88,8 @@ def _attend_tile(
         k = softmax.read_block(pools[0], ids, scales[0])
         scores = jnp.einsum("KGTH,SKH->KGTS", queries, k, precision="highest")
         distance = last_key[:, None] - position
-        scores = softmax.biased(softmax.capped(scores, args.cap), by_head, distance)
+        scores = softmax.capped(scores, args.cap)
+        scores = softmax.biased(scores, by_head, distance, root=args.root)
         scores = jnp.where(visible, scores, -jnp.inf)
         m_ij, alpha, p = softmax.block_weights(state, scores, -1)
         # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.
@@ -103,5 +100,21 @@ def _attend_tile(
         return SoftmaxState(m_ij, l_i, state.acc * alpha[..., None] + pv)
 
     blocks = (jax.lax.div(oldest, block), jax.lax.div(end + (block - 1), block))
-    initial = softmax.init_state(queries.shape[:3], queries.shape[3], of_heads)
-    return softmax.attention_output(jax.lax.fori_loop(*blocks, block_body, initial))
+    initial = softmax.init_state(queries.shape[:3], queries.shape[3], *_sinks(queries, args, tile))
+    out = softmax.attention_output(jax.lax.fori_loop(*blocks, block_body, initial))
+    return jnp.where(in_row[:, None], out, 0.0)
+
+
+def _sinks(
+    queries: jax.Array, args: PrefillArgs, tile: _Tile
+) -> tuple[jax.Array | None, jax.Array | None]:  # [K, G, 1] or [K, G, width]; [K, G, width, H]
+    """The sinks of a tile's queries [K, G, width, H], and their values if they have some."""
+    k, g, width, h = queries.shape
+    if args.sinks is None or args.sink_values is None:
+        return None if args.sinks is None else args.sinks.reshape(k, g, 1), None
+    own = [
+        jax.lax.dynamic_slice_in_dim(jnp.pad(one, ((0, width), *rest)), tile.start, width)
+        for one, rest in ((args.sinks, [(0, 0)]), (args.sink_values, [(0, 0)] * 2))
+    ]
+    values = own[1].reshape(width, k, g, h).transpose(1, 2, 0, 3)
+    return own[0].reshape(width, k, g).transpose(1, 2, 0), values

@@ -13,7 +13,7 @@ Keys = Mapping[str, Any]  # no type statement: these files are made with Python 
 
 _KINDS = {
     **{"s": "sliding_attention", "f": "full_attention", "l": "linear_attention", "c": "conv"},
-    **{"d": "dense", "e": "sparse"},
+    **{"d": "dense", "e": "sparse", "i": "indexed_attention"},
 }
 
 
@@ -224,6 +224,20 @@ MUSE = merged(
     vision_config=merged(ENCODER, pos_emb_height=2, pos_emb_width=2, patch_size=4),
     out_hidden_size=32,
     projector_hidden_size=8,
+)
+DOTS3 = merged(
+    **{"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"q_lora_rank": 20, "num_key_value_heads": 4, "head_dim": 20, "sliding_window": 7},
+    **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 12},
+    **{"swa_kv_lora_rank": 24, "swa_head_dim": 20, "swa_qk_nope_head_dim": 16},
+    **{"swa_v_head_dim": 8, "index_n_heads": 8, "index_head_dim": 16},
+    **{"moe_intermediate_size": 16, "shared_experts_intermediate_size": 24},
+)
+MUSE_AUDIO = merged(
+    audio_config=merged(
+        **{"patch_sizes": [2, 2], "hidden_sizes": [4, 8], "depths": [1, 1]},
+        **{"num_hidden_layers": 2, "out_hidden_size": 32},
+    )
 )
 MOLMO2_VISION = merged(ENCODER, num_key_value_heads=2, head_dim=4, image_size=[4, 4], patch_size=2)
 MOLMO2_ADAPTER = merged(
@@ -907,6 +921,24 @@ CASES = {
         output_multiplier=0.7, qk_scale_factor=1.5)),
     "muse_glimmer_plain": case("muse_glimmer", MUSE,
         text_config=merged(SIZES, num_hidden_layers=5, head_dim=8, sliding_window=5,
+        rope_parameters=LINEAR_ROPE)),
+    "dots3_note": case("dots3_note_text", BARE, DOTS3, num_hidden_layers=5, index_topk=12,
+        layer_types=kinds("sisif"), mlp_layer_types=kinds("deede"), n_routed_experts=8, n_group=4,
+        topk_group=2, num_experts_per_tok=2, routed_scaling_factor=1.5, attention_bias=True),
+    "dots3_note_full": case("dots3_note_text", BARE, DOTS3, num_hidden_layers=6, use_dsa=False,
+        n_routed_experts=4, num_experts_per_tok=2, norm_topk_prob=False, n_shared_experts=2,
+        rope_theta=1000.0, swa_rope_theta=100.0, moe_layer_freq=2, swa_num_attention_heads=2,
+        swa_num_key_value_heads=2),
+    "muse_spark": case("muse_spark", MUSE, MUSE_AUDIO,
+        text_config=merged(BARE, num_hidden_layers=4, head_dim=16, sliding_window=7,
+        layer_types=kinds("sfsf"), layer_rope_theta=[0, 10000.0, 10000.0, 0], post_norm_eps=1e-2,
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"], num_local_experts=5,
+        num_experts_per_tok=2, moe_intermediate_size=24, moe_hidden_size=16,
+        routed_scaling_factor=1.5, output_multiplier=0.7, qk_scale_factor=1.5,
+        rope_parameters=DEFAULT_ROPE, residual_gate_temperature=0.5)),
+    "muse_spark_sparse": case("muse_spark", MUSE, MUSE_AUDIO,
+        text_config=merged(SIZES, num_hidden_layers=5, head_dim=8, sliding_window=5,
+        num_local_experts=3, num_experts_per_tok=1, moe_intermediate_size=16, moe_hidden_size=24,
         rope_parameters=LINEAR_ROPE)),
     "step3p5": case("step3p7", vision_config=merged(ENCODER, image_size=8, patch_size=4),
         text_config=merged(SIZES, num_hidden_layers=4, head_dim=16, pad_token_id=0,

@@ -148,6 +148,8 @@ CASES = (
     "step3p5_alike",
     "minimax_m3",
     "muse_glimmer",
+    "muse_spark",
+    "dots3_note",
     "zaya",
     "chameleon_swin",
     "mimo_v2_flash",

@@ -85,6 +85,26 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "vision_config": {"mlp_ratio": 1.0},
         "high_res_vision_config": {"mlp_ratio": 1.0},
     },
+    "dots3_note": {
+        "vision_config": {
+            **{"mlp_layer_types": ["dense"], "num_hidden_layers": 1, "adapter_in_dim": 8},
+            **{"adapter_out_dim": 32, "intermediate_size": 16, "patch_size": 4},
+        },
+        "audio_config": {
+            **{"adapter_input_size": 8, "adapter_out_dim": 32, "downsample_hidden_size": 8},
+            **{"feature_size": 16, "num_hidden_layers": 1},
+        },
+        "text_config": {
+            **{"num_hidden_layers": 3, "q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8},
+            "num_key_value_heads": 4,
+            **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "head_dim": 16, "n_routed_experts": 2},
+            **{"num_experts_per_tok": 1, "moe_intermediate_size": 8, "index_head_dim": 8},
+            **{"index_n_heads": 2, "shared_experts_intermediate_size": 8, "sliding_window": 4},
+            **{"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 8},
+            **{"swa_kv_lora_rank": 8, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8},
+            **{"swa_v_head_dim": 8},
+        },
+    },
     "emu3": {"text_config": TOKENS, "vocabulary_map": {"<image>": 95}},
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 32}},
     "fuyu": {},
@@ -171,11 +191,24 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         **{"vision_config": {"pos_emb_height": 2, "pos_emb_width": 2, "patch_size": 4}},
         **{"text_config": {"head_dim": 8}, "out_hidden_size": 32, "projector_hidden_size": 8},
     },
+    "muse_spark": {
+        **{"vision_config": {"pos_emb_height": 2, "pos_emb_width": 2, "patch_size": 4}},
+        "audio_config": {
+            **{"patch_sizes": [2, 2], "hidden_sizes": [4, 8], "depths": [1, 1]},
+            **{"num_hidden_layers": 2, "out_hidden_size": 32},
+        },
+        "text_config": {
+            **{"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+            **{"moe_intermediate_size": 16, "moe_hidden_size": 8},
+        },
+        **{"out_hidden_size": 32, "projector_hidden_size": 8},
+    },
     "musicflamingo": {},
     "nemotron_h_omni": {
         "text_config": {**NEMOTRON_H, "hybrid_override_pattern": "M*-"},
         "vision_config": {"mlp_ratio": 1.0, "video_temporal_patch_size": 2},
     },
+    "omniasr": {"audio_config": {"num_conv_pos_embedding_groups": 2, "conv_dim": [8] * 7}},
     "ovis2": {},
     "paddleocr_vl": {"text_config": {"head_dim": 8, "rope_parameters": MROPE}},
     "paligemma": {"text_config": {"head_dim": 8}},

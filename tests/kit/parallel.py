@@ -122,6 +122,15 @@ MORE: dict[str, dict[str, Any]] = {
     "phimoe": {"num_local_experts": 8},
     "llama4": {"num_local_experts": 8},
     "openpangu_ultra": {"n_routed_experts": 8},
+    "dots3_note": {
+        "n_routed_experts": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+    },
+    "muse_spark": {"num_local_experts": 8},
+    "k2_horizon": {"num_experts": 8},
+    "openpangu_pro": {"n_routed_experts": 8},
+    "step1": {"num_attention_heads": 4, "hidden_size": 64},
     "step3": {"moe_num_experts": 8},
     "mistral_large3": {"n_routed_experts": 8},
 }

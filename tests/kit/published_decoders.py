@@ -20,7 +20,8 @@ def logits(name: str, config: Config, tensors: Tensors, ids: Array) -> Array:  #
     return MODELS[name](config, exact, ids)
 
 
-def _gated(tensors: Tensors, h: Array, start: str = "mlp.", act: Any = silu) -> Array:
+def gated(tensors: Tensors, h: Array, start: str = "mlp.", act: Any = silu) -> Array:
+    """A gated network."""
     gate, up = (linear(tensors, f"{start}{name}_proj", h) for name in ("gate", "up"))
     return linear(tensors, f"{start}down_proj", act(gate) * up)
 
@@ -29,10 +30,14 @@ def _gelu_tanh(x: Array) -> Array:
     return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def attended(q: Array, k: Array, v: Array, seen: Array, scale: float) -> Array:  # [T, N * H]
-    """Attention of queries [T, N, H] to the keys [S, K, H] that are ``seen`` [T, S]."""
+def attended(
+    q: Array, k: Array, v: Array, seen: Array, scale: float, bias: Array | float = 0.0
+) -> Array:  # [T, N * H]
+    """Attention of queries [T, N, H] to the keys [S, K, H] that are ``seen`` [T, S]; ``bias``
+    [N, T, S] is added to scores.
+    """
     k, v = (np.repeat(one, q.shape[1] // one.shape[1], axis=1) for one in (k, v))
-    scores = np.where(seen, np.einsum("qnh,knh->nqk", q, k) * scale, -np.inf)
+    scores = np.where(seen, np.einsum("qnh,knh->nqk", q, k) * scale + bias, -np.inf)
     scores = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("nqk,knh->qnh", scores / scores.sum(-1, keepdims=True), v).reshape(len(q), -1)
 
@@ -91,7 +96,7 @@ def rnj1(config: Config, t: Tensors, ids: Array) -> Array:
         h = linear(own, "self_attn.o_proj", attended(q, keys, v, seen, scale))
         x = x + rms(h, own["post_attention_layernorm.weight"] + 1, eps)
         h = rms(x, own["pre_feedforward_layernorm.weight"] + 1, eps)
-        h = _gated(own, h, act=_gelu_tanh)
+        h = gated(own, h, act=_gelu_tanh)
         x = x + rms(h, own["post_feedforward_layernorm.weight"] + 1, eps)
     x = rms(x, t["model.norm.weight"] + 1, eps)
     made = x @ t.get("lm_head.weight", t["model.embed_tokens.weight"]).T
@@ -106,9 +111,9 @@ def mistral_large3(config: Config, t: Tensors, ids: Array) -> Array:
         x = x + _mistral_latent(config, own, rms(x, own["input_layernorm.weight"], eps))
         h = rms(x, own["post_attention_layernorm.weight"], eps)
         if i < config["first_k_dense_replace"]:
-            x = x + _gated(own, h)
+            x = x + gated(own, h)
             continue
-        out, made = _gated(own, h, "mlp.shared_experts."), h @ own["mlp.gate.weight"].T
+        out, made = gated(own, h, "mlp.shared_experts."), h @ own["mlp.gate.weight"].T
         made = np.exp(made - made.max(-1, keepdims=True))
         for at, one in enumerate(made / made.sum(-1, keepdims=True)):
             groups = one.reshape(config.get("n_group", 1), -1)
@@ -118,7 +123,7 @@ def mistral_large3(config: Config, t: Tensors, ids: Array) -> Array:
             chosen = np.argsort(-kept.reshape(-1))[: config["num_experts_per_tok"]]
             for expert in chosen:
                 weight = config["routed_scaling_factor"] * one[expert] / one[chosen].sum()
-                out[at] += weight * _gated(own, h[at], f"mlp.experts.{expert}.")
+                out[at] += weight * gated(own, h[at], f"mlp.experts.{expert}.")
         x = x + out
     return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
 
@@ -227,7 +232,7 @@ def longcat_flash_ngram(config: Config, t: Tensors, ids: Array) -> Array:
             h = rms(x, own[f"post_attention_layernorm.{part}.weight"], eps)
             if part == 0:
                 later = _or_zero_experts(config, own, h)
-            x = x + _gated(own, h, f"mlps.{part}.")
+            x = x + gated(own, h, f"mlps.{part}.")
         x = x + later
     return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
 
@@ -274,7 +279,7 @@ def _or_zero_experts(config: Config, own: Tensors, h: Array) -> Array:
         biased = one + own["mlp.router.e_score_correction_bias"]
         for expert in np.argsort(-biased)[: config["moe_topk"]]:
             is_zero = expert >= config["n_routed_experts"]
-            own_out = h[at] if is_zero else _gated(own, h[at], f"mlp.experts.{expert}.")
+            own_out = h[at] if is_zero else gated(own, h[at], f"mlp.experts.{expert}.")
             out[at] += config.get("routed_scaling_factor", 6.0) * one[expert] * own_out
     return out
 
@@ -307,7 +312,7 @@ def iquest_loop(config: Config, t: Tensors, ids: Array) -> Array:
                 first.append((keys, v))
                 out = attended(q, keys, v, before(len(ids)), scale)
             x = x + linear(own, "self_attn.o_proj", out)
-            x = x + _gated(own, rms(x, own["post_attention_layernorm.weight"], eps))
+            x = x + gated(own, rms(x, own["post_attention_layernorm.weight"], eps))
     return rms(x, t["model.norm.weight"], eps) @ t["lm_head.weight"].T
 
 

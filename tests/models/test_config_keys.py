@@ -151,6 +151,10 @@ READ_BY = {
     "axk1": {"moe_intermediate_size", "num_local_experts"},
     "laguna": {*_COUNTS, "moe_intermediate_size"},
     "zaya": {"moe_intermediate_size", *_COUNTS},
+    "dots3_note": {"moe_intermediate_size", "num_local_experts", "per_layer_config"},
+    "muse_spark": {
+        *("final_logit_softcapping", "num_local_experts", "moe_intermediate_size"),
+    },
     "muse_glimmer": {"final_logit_softcapping"},
     "step3p5": {
         *("moe_intermediate_size", "num_local_experts", "use_qk_norm", "query_pre_attn_scalar"),
@@ -180,6 +184,8 @@ READ_BY = {
     "solar": {"logit_scale"},
     "step3": {"moe_intermediate_size", "num_local_experts"},
     "openpangu_ultra": {"moe_intermediate_size", "num_local_experts"},
+    "k2_horizon": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
+    "openpangu_pro": {"moe_intermediate_size", "num_local_experts"},
     "plamo3": {"sliding_window_pattern", "window_size"},
     "param2moe": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
 }

@@ -12,11 +12,12 @@ import pytest
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import Model, build_model, forward
 from jaxinfer.models.params import nested
-from kit import published_code, published_decoders
+from kit import published_code, published_decoders, published_newer
 from kit.checkpoints import built_arrays
 from kit.tiny_models import tiny_config
 
 LENGTH = 24
+REFERENCES = (published_code, published_decoders, published_newer)
 _MISTRAL_ROPE: dict[str, Any] = tiny_config("mistral_large3")["rope_parameters"]
 CASES: dict[str, dict[str, Any]] = {
     "chatglm": {},
@@ -30,6 +31,11 @@ CASES: dict[str, dict[str, Any]] = {
     "openpangu qkv": {"bias": False, "qkv_bias": True},
     "openpangu_ultra": {"rms_norm_eps": 0.1},
     "openpangu_ultra before": {"sandwich_norm": False, "router_enable_expert_bias": False},
+    "openpangu_pro": {},
+    "openpangu_pro before": {
+        **{"sandwich_norm": False, "router_enable_expert_bias": False, "attention_bias": True},
+        **{"param_sink_with_value": False, "n_shared_experts": 0, "norm_topk_prob": False},
+    },
     "plamo3": {},
     "plamo3 untied": {"tie_word_embeddings": False, "scale_embedding": True},
     "param2moe": {},
@@ -53,6 +59,22 @@ CASES: dict[str, dict[str, Any]] = {
     "iquest_loop wide": {"loop_window_size": 64, "num_key_value_heads": 1},
     "longcat_flash_ngram": {},
     "longcat_flash_ngram fraction": {"ngram_vocab_size_ratio": 1.567, "emb_neighbor_num": 5},
+    "k2_horizon": {},
+    "k2_horizon plain": {
+        **{"attention_gate_func": None, "layernorm_num_groups": 1, "router_score_func": "softmax"},
+        **{"moe_gate_bias": False, "attention_bias": True, "mova_num_experts_per_tok": 1},
+        **{"mlp_only_layers": [], "num_shared_experts": 0, "rope_head_dim": None},
+        "norm_topk_prob": False,
+    },
+    "k2_horizon no experts": {"num_experts": 0, "rope_head_dim": 16},
+    "k2_horizon dense": {"mova_num_experts": 0, "attention_gate_func": "silu"},
+    "step1": {},
+    "step1 untied": {
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
     "step3": {},
     "step3 renormalised": {"norm_expert_weight": True, "moe_layers_enum": "2", "moe_top_k": 3},
 }
@@ -79,7 +101,7 @@ def test_logits_equal_the_reference(case: str) -> None:
     tensors = random_tensors(model)
     ids = np.random.default_rng(1).integers(0, 96, LENGTH)
     ids[[9, 10, 16]] = 2  # ends a text
-    own = published_decoders if name in published_decoders.MODELS else published_code
+    own = next(one for one in REFERENCES if name in one.MODELS)
     expected = own.logits(name, config, tensors, ids)
     params = nested(built_arrays(model, tensors))
     found = jax.jit(lambda ids: forward(model, params, ids))(jnp.asarray(ids))
@@ -98,11 +120,20 @@ def test_logits_equal_the_reference(case: str) -> None:
         ("openpangu", "sandwich_norm", True),
         ("openpangu", "param_sink_number", 128),
         ("openpangu_ultra", "use_mhc", True),
+        ("k2_horizon", "query_key_norm", True),
+        ("k2_horizon", "layernorm_num_groups", 5),
+        ("k2_horizon", "attention_gate_func", "sigmoid"),
+        ("k2_horizon", "router_score_func", "sqrtsoftplus"),
+        ("openpangu_pro", "rope_theta", 5e5),
+        ("openpangu_pro", "interleaved_sliding_window", [512]),
+        ("openpangu_pro", "v_channels", 17),
+        ("openpangu_pro", "param_sink_number", 0),
         ("plamo3", "linear_type", "fp8"),
         ("param2moe", "use_bias", True),
         ("solar", "bskcn_1", [0]),
         ("solar", "bskcn_3", [0]),
         ("solar", "bskcn_tv", [0.9]),
+        ("step1", "num_key_value_heads", 6),
         ("step3", "num_attention_groups", 2),
         ("step3", "moe_layers_enum", "one"),
         ("param2moe", "score_function", "softmax"),

@@ -176,6 +176,13 @@ def test_every_text_decoder_has_defaults(architecture: str) -> None:
     planned({**config, "text_config": text}, tensors_of(architecture))
 
 
+def test_a_model_may_have_other_defaults_than_its_text_type() -> None:
+    config = SAVED["OmniASRForConditionalGeneration"]["config"]
+    text = {key: one for key, one in config["text_config"].items() if key != "rms_norm_eps"}
+    found = build_model(text_config({**config, "text_config": text}), "float32").config
+    assert (found.norm_eps, text_defaults("llama")["rms_norm_eps"]) == (1e-5, 1e-6)
+
+
 @pytest.mark.parametrize("architecture", ["Cosmos3Edge", "Cosmos3Omni"])
 def test_what_makes_images_in_cosmos_is_left_out(architecture: str) -> None:
     name = f"{architecture}ForConditionalGeneration"

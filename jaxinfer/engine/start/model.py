@@ -101,7 +101,8 @@ def _parts(model: Model, config: EngineConfig, devices: int) -> Model:
     blocks, whole = _expert_blocks(model), bool(config.enable_expert_parallel)
     layers = list(model.config.layers)
     for i, experts in model.config.experts.items():
-        slices = slices_experts(experts.width, devices, blocks.get(i, 1), whole=whole)
+        own = whole or experts.norms is not None  # of whole outputs
+        slices = slices_experts(experts.width, devices, blocks.get(i, 1), whole=own)
         layers[i] = replace(layers[i], ffn=layers[i].ffn.with_experts(slices=slices))
     divided = replace(model, config=replace(model.config, layers=tuple(layers)), devices=devices)
     _ = divided.own_config  # an error for what cannot be divided

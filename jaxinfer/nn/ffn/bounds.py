@@ -22,6 +22,10 @@ def experts_bytes(config: ExpertsConfig, params: Mapping[str, Any], step: StepSh
         around = 2 * x.shape[0] * config.latent * x.dtype.itemsize
         x = jax.ShapeDtypeStruct((x.shape[0], config.latent), x.dtype)
     of, pairs = jax.ShapeDtypeStruct, (x.shape[0], config.routing.chosen)
+    if config.norms is not None:  # a choice has a row of its own, in float32 for its norm, too
+        pairs = (pairs[0] * pairs[1], 1)
+        around += 2 * pairs[0] * x.shape[1] * (x.dtype.itemsize + 4)
+        x = of((pairs[0], x.shape[1]), x.dtype)
     abstract: dict[str, Any] = {
         "x": x,
         "choices": of(pairs, jnp.int32),

@@ -8,6 +8,7 @@ Owns: ``Experts``. Parameters:
     down    [E, D, F]                          down_bias    [E, D], or [D] of their sum
     shared/gate_up, shared/down: see ``ffn.dense``     shared_gate [D, 1] with a shared gate
     into_latent [D, L], from_latent [L, D] with a latent, which experts have in place of D
+    latent_norm [L], output_norm [L] with norms of the latent and of each expert's output
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from jaxinfer.nn.linear import (
 from jaxinfer.nn.weight import Matmul, param, weight
 from pallas_kernels.experts.api import ExpertsArgs, experts
 from pallas_kernels.experts.stack import size_of
+from pallas_kernels.lib.numerics import rms_norm
 from pallas_kernels.route.api import RouteArgs, route
 
 
@@ -51,7 +53,7 @@ class Experts(nn.Module):
 
         The router's input is ``routed``, or the experts' if that is None.
         """
-        c = self.config
+        c, fixed = self.config, ctx.pins.invariant
         stream, h = normalised(stream, norm, ctx, before_gemm=False)
         choices, weights = self._routed(h if routed is None else routed, ctx)
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
@@ -67,8 +69,12 @@ class Experts(nn.Module):
         elif ctx.axis is not None and down_bias is not None:  # one device adds it
             down_bias = jnp.where(jax.lax.axis_index(ctx.axis) == 0, down_bias, 0)
         x = h if c.latent is None else linear(h, weight(self, "into_latent"), ctx).y
-        if c.weighs_inputs:  # of each choice another input: a row of its own
-            x = (x[:, None] * weights.astype(x.dtype)[..., None]).reshape(-1, x.shape[1])
+        if c.norms is not None:
+            x = rms_norm(x, param(self, "latent_norm"), c.norms.latent_eps, fixed=fixed)
+        shares = weights[..., None]  # float32[T, k, 1]
+        if c.weighs_inputs or c.norms is not None:  # a choice has a row of its own
+            own = shares if c.weighs_inputs else jnp.ones_like(shares)
+            x = (x[:, None] * own.astype(x.dtype)).reshape(-1, x.shape[1])
             choices = choices.reshape(-1, 1)
             weights = jnp.ones_like(choices, weights.dtype)
         args = ExpertsArgs(
@@ -83,7 +89,12 @@ class Experts(nn.Module):
             split=ctx.splits and c.latent is None,
         )
         out = experts(args, ctx.pinned("experts"))
-        if c.weighs_inputs and c.routing.chosen > 1:
+        if c.norms is not None:
+            scale, eps = param(self, "output_norm"), c.norms.output_eps
+            made = rms_norm(out * scale.astype(out.dtype), jnp.ones_like(scale), eps, fixed=fixed)
+            made = made.reshape(len(h), -1, out.shape[1]).astype(jnp.float32) * shares
+            out = made.sum(1).astype(h.dtype)
+        elif c.weighs_inputs and c.routing.chosen > 1:
             out = out.reshape(*out.shape[:-2], len(h), c.routing.chosen, -1).sum(-2)
         if c.latent is not None:
             out = linear(out, weight(self, "from_latent"), ctx).y

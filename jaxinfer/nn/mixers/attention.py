@@ -35,6 +35,7 @@ from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
 from pallas_kernels.lib.numerics import (
     Values,
+    rms_norm,
     split_and_rotate,
     split_heads,
     with_values,
@@ -59,10 +60,20 @@ class _Norms(NamedTuple):
 
 
 class HeadTerms(NamedTuple):
-    """Terms of the scores of each head: sinks and the slopes of ALiBi."""
+    """Terms of the scores of each head: sinks and the slopes of ALiBi. Sinks with values are those
+    of each token.
+    """
 
-    sinks: jax.Array | None = None  # [N]
+    sinks: jax.Array | None = None  # [N], with values [T, N]
     slopes: jax.Array | None = None  # float32[N]: of ALiBi
+    root: bool = False  # see ``Alibi``
+    sink_values: jax.Array | None = None  # [T, N, H]
+
+    def take(self, tokens: jax.Array | slice) -> HeadTerms:
+        """The terms of a subset of the tokens."""
+        if self.sinks is None or self.sink_values is None:
+            return self
+        return self._replace(sinks=self.sinks[tokens], sink_values=self.sink_values[tokens])
 
 
 _NO_TERMS = HeadTerms()
@@ -130,9 +141,13 @@ class Attention(nn.Module):
             terms=HeadTerms(
                 param(self, "sinks") if c.sinks else None,
                 c.alibi and c.alibi.own(c.num_heads, ctx.axis),
+                root=c.alibi is not None and c.alibi.root,
             ),
             only=only,
         )
+        if c.head_norm is not None:
+            ones = jnp.ones(out.shape[2:], out.dtype)
+            out = rms_norm(out, ones, c.head_norm, fixed=ctx.pins.invariant)
         if gates is not None:
             own = gates if only is None else take_rows(gates, only)
             out = on_heads.gated(out, own.reshape(*out.shape[:2], -1), c.gate_act)
@@ -201,13 +216,14 @@ def attend(
     q, state = append(qkv[d:], state, slots, ctx, own, *norms)
     if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
-        return _decode(qkv[only], state, last, angles, *norms, terms, **static)
+        return _decode(qkv[only], state, last, angles, *norms, terms.take(only), **static)
     parts: list[jax.Array] = []
     if d:
         first = None if angles is None else angles.take(slice(d))
-        out, state = _decode(qkv[:d], state, last, first, *norms, terms, **static)
+        own = terms.take(slice(d))
+        out, state = _decode(qkv[:d], state, last, first, *norms, own, **static)
         parts.append(out)
-    parts.append(prefill(q, state, prompts, terms, **static))
+    parts.append(prefill(q, state, prompts, terms.take(slice(d, None)), **static))
     return jnp.concatenate(parts) if d else parts[0], state
 
 
@@ -242,7 +258,9 @@ def prefill(
         seq_lens=pages.seq_lens[d:],
         query_start_loc=ctx.rows.query_start_loc,
         sinks=terms.sinks,
+        sink_values=terms.sink_values,
         slopes=terms.slopes,
+        root=terms.root,
         scale=scale,
         window=window,
         cap=cap,
@@ -303,7 +321,9 @@ def _decode(
         seq_lens=pages.seq_lens[:rows],
         arrivals=ctx.arrivals if rows == ctx.num_decodes else None,
         sinks=terms.sinks,
+        sink_values=terms.sink_values,
         slopes=terms.slopes,
+        root=terms.root,
         scale=scale,
         eps=0.0 if angles is None else qk_norm.eps,
         window=window,
@@ -365,11 +385,15 @@ def dense_attention(
     if chosen is not None:
         visible &= chosen[:, None]
     slopes = None if terms.slopes is None else terms.slopes.reshape(*scores.shape[:2], 1, 1)
-    scores = biased(capped(scores * scale, cap), slopes, distance)
+    scores = biased(capped(scores * scale, cap), slopes, distance, root=terms.root)
     scores = jnp.where(visible, scores, -jnp.inf)
     by_head = ctx.at("scores", scores.reshape(n, t, t))
     if terms.sinks is not None:
-        beside = jnp.broadcast_to(terms.sinks.astype(by_head.dtype)[:, None, None], (n, t, 1))
+        beside = jnp.broadcast_to(terms.sinks.astype(by_head.dtype), (t, n)).T[..., None]
         by_head = jnp.concatenate([by_head, beside], axis=-1)
-    weights = ctx.at("pattern", jax.nn.softmax(by_head, axis=-1)[..., :t].astype(v.dtype))
-    return jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, -1)
+    both = jax.nn.softmax(by_head, axis=-1)
+    weights = ctx.at("pattern", both[..., :t].astype(v.dtype))
+    out = jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, -1)
+    if terms.sink_values is None:
+        return out
+    return out + both[..., t].T[..., None].astype(v.dtype) * terms.sink_values.astype(v.dtype)

@@ -19,7 +19,6 @@ from jaxinfer.nn.mixers.convolved_spec import ConvolvedAttentionConfig
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
 from jaxinfer.nn.mixers.indexed_attention_spec import IndexedAttentionConfig
-from jaxinfer.nn.mixers.indexed_latent_spec import IndexedLatentConfig
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.mixers.lightning_spec import LightningConfig
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
@@ -83,6 +82,7 @@ def _prefill_bytes(config: AttentionConfig, step: StepShape, tokens: int) -> int
         k_scales=scales,
         v_scales=scales,
         slopes=of((config.num_heads,), jnp.float32) if config.alibi else None,
+        root=config.alibi is not None and config.alibi.root,
         scale=config.scale,
         window=config.window,
         cap=config.cap,
@@ -114,9 +114,9 @@ def latent_bytes(config: LatentAttentionConfig, step: StepShape) -> int:
     return workspace_of(op, step.platform, args, step.pins.of(op.name))
 
 
-def indexed_latent_bytes(config: IndexedLatentConfig, step: StepShape) -> int:
+def indexed_latent_bytes(config: Any, step: StepShape) -> int:
     """The bytes that the choice and attention to it allocate, for any length of context, and the
-    positions of all tokens.
+    positions of all tokens; of attention within a window, too.
     """
     of: Any = jax.ShapeDtypeStruct
     c, (tokens, dtype) = config, (step.x.shape[0], step.x.dtype)

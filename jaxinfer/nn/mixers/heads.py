@@ -5,7 +5,9 @@ The kernels of attention have RMS norms of single heads alone.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.block import QueryGrowth
 from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
+from jaxinfer.nn.layer_spec import GateAct
 from jaxinfer.nn.linear import divided_rms_norms, layer_norm
 from jaxinfer.nn.rope import RopeConfig
 from pallas_kernels.lib.numerics import rms_norm, rotate, split_and_rotate, split_heads
@@ -86,11 +89,25 @@ def grown(
 def gated(
     out: jax.Array,  # [T, N, H]
     gates: jax.Array,  # [T, N, H] or [T, N, 1]
-    act: Literal["sigmoid", "softplus"],
+    act: GateAct,
 ) -> jax.Array:  # [T, N, H]
     """Outputs of heads times a function of their gates."""
-    by = (jax.nn.sigmoid if act == "sigmoid" else jax.nn.softplus)(gates.astype(jnp.float32))
+    by = _GATE_ACTS[act](gates.astype(jnp.float32))
     return (out.astype(jnp.float32) * by).astype(out.dtype)
+
+
+def _softplus_2(x: jax.Array) -> jax.Array:
+    return jnp.logaddexp2(x, 0.0)
+
+
+_GATE_ACTS: Mapping[GateAct, Callable[[jax.Array], jax.Array]] = MappingProxyType(
+    {
+        "sigmoid": jax.nn.sigmoid,
+        "softplus": jax.nn.softplus,
+        "softplus_2": _softplus_2,
+        "silu": jax.nn.silu,
+    }
+)
 
 
 def widened(

@@ -7,7 +7,8 @@ of the queries' latent, K width of keys without rope (``nope_dim``), V width of 
 
     q_kv_a  [D, Q + C + R]            q_norm [Q]   q_b [Q, N * (K + R)]
       or    [D, N * (K + R) + C + R]  if queries have no latent
-    kv_norm [C]                       kv_b/k [N * K, C]   kv_b/v [N * V, C]
+    kv_norm [C]   rope_norm [R] with a norm of rotated keys
+                                      kv_b/k [N * K, C]   kv_b/v [N * V, C]
     o       [N * V, D]                o_bias [D]   q_kv_a_bias [Q + C + R], of the last columns
     head_gate [D, N] with gates of the heads' outputs, or [D, N * V] of their components
     q_growth [2, N] with a learned growth                  sinks [N] with sinks
@@ -137,6 +138,8 @@ def _entries(
     latents = rms_norm(kv[:, : c.rank], param(module, "kv_norm"), c.norm_eps, fixed=fixed)
     latents = latents if c.latent_scale == 1 else latents * c.latent_scale
     k_rope = kv[:, c.rank :]
+    if c.rope_norm:
+        k_rope = rms_norm(k_rope, param(module, "rope_norm"), c.norm_eps, fixed=fixed)
     if c.rope is not None:
         angles = ctx.angles[0]
         k_rope = rotated(k_rope[:, None], angles, interleaved=c.interleaved)[:, 0]

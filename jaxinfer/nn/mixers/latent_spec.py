@@ -31,7 +31,8 @@ class LatentAttentionConfig(BlockSpec):
     the norms of latents. With ``interleaved`` component 2i is rotated with 2i + 1, else i with i +
     rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
     residual stream have biases, but for queries without a latent. Queries may grow with the
-    position. ``latent_scale`` multiplies the latents of keys and values. With ``head_gate`` a
+    position. ``latent_scale`` multiplies the latents of keys and values, and with ``rope_norm`` the
+    rotated key has an RMS norm first. With ``head_gate`` a
     sigmoid of the token multiplies the output of each head, if it is "components" one of its own
     each component; with ``output_gate`` sigmoids of the queries' latent, after its norm and before
     it, multiply each component. With ``sinks`` each head has a logit next to the scores, which only
@@ -56,6 +57,7 @@ class LatentAttentionConfig(BlockSpec):
     bias: bool = False
     growth: QueryGrowth | None = None
     latent_scale: float = 1.0
+    rope_norm: bool = False
     head_gate: bool | Literal["components"] = False
     output_gate: bool = False
     learned_growth: bool = False

@@ -42,8 +42,8 @@ def supports(args: PrefillArgs | DecodeArgs) -> str | None:
     (_, n, h), num_kv_heads = q.shape, args.k_pages.shape[2]
     if isinstance(args, DecodeArgs) and not args.appends:
         return "the keys are another layer's"
-    if args.slopes is not None:
-        return "scores have a bias (ALiBi)"
+    if args.slopes is not None or args.sink_values is not None:
+        return "scores have a bias (ALiBi), or sinks have values"
     if args.k_pages.dtype == BITS:
         return "the pages are 8-bit floats"
     if not HEAD_DIMS[0] <= h <= HEAD_DIMS[1]:
