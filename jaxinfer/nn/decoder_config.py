@@ -63,19 +63,20 @@ class FeedForwardSpec(BlockSpec, Protocol):
 class AttentionConfig(BlockSpec):
     """Grouped-query attention.
 
-    ``window`` is the attention window in tokens; ``scale`` multiplies scores. ``qk_norm`` is an RMS
-    norm of queries and of keys: before rope that of each head ("plain": without weights), or of all
-    heads together, or that of each "rotated" head ("rotated_plain"); or before rope a LayerNorm of
-    each head, with one weight and bias for all ("layer"), a weight of each ("layers"), or both of
-    each ("layers_bias"), and the epsilon ``qk_norm_eps`` (None: that of the layer's norms). With
-    ``sinks`` each head has a logit next to its scores in the softmax. With ``gate`` the output of
-    each head is multiplied by ``gate_act`` of a projection of the token (``gate_bias``: a part of
-    ``qkv_bias`` is that of the gates), with ``head_gate`` by one number. Queries, keys and values
-    are limited to ``clip`` and its negative, and queries grow with the position. Scores x become
-    c tanh(x / c) with a ``cap`` c. ``out_norm`` is the epsilon of an RMS norm of all heads'
-    outputs, ``head_norm`` of one of each head's, without weights and before gates. Values of
-    ``own_value_dim`` components (None: as keys) have zeros behind them in pages (of ``page_dtype``)
-    and are multiplied by ``value_scale``.
+    ``window`` is the attention window in tokens (None: no window); with ``chunk`` tokens attend
+    within chunks of the context. ``scale`` multiplies scores, ``alibi`` is a bias of them.
+    ``values`` says how values are made. ``qk_norm`` is an RMS norm of queries and of keys: before
+    rope that of each head ("plain": without weights), or of all heads together, or that of each
+    "rotated" head ("rotated_plain"); or before rope a LayerNorm of each head, with one weight and
+    bias for all ("layer"), a weight of each ("layers"), or both of each ("layers_bias"), and the
+    epsilon ``qk_norm_eps`` (None: that of the layer's norms). With ``sinks`` each head has a logit
+    next to its scores in the softmax. With ``gate`` the output of each head is multiplied by
+    ``gate_act`` of a projection of the token (``gate_bias``: a part of ``qkv_bias`` is that of the
+    gates), with ``head_gate`` by one number. Queries, keys and values are limited to ``clip`` and
+    its negative, and queries grow with the position. Scores x become c tanh(x / c) with a ``cap``
+    c. ``out_norm`` is the epsilon of an RMS norm of all heads' outputs, ``head_norm`` of one of
+    each head's, without weights and before gates. Values of ``own_value_dim`` components (None: as
+    keys) have zeros behind them in pages (of ``page_dtype``) and are multiplied by ``value_scale``.
     """
 
     is_invariant: ClassVar[bool] = True
