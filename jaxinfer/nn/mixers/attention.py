@@ -124,7 +124,7 @@ class Attention(nn.Module):
             qk_norm=QKNorm(norms, norm.eps),
             scale=c.scale,
             window=c.window,
-            chunk=c.chunk,
+            chunk=c.used_chunk,
             cap=c.cap,
             values=c.values,
             terms=HeadTerms(

@@ -66,8 +66,8 @@ def attention_bytes(config: AttentionConfig, step: StepShape) -> int:
 def _prefill_bytes(config: AttentionConfig, step: StepShape, tokens: int) -> int:
     of: Any = jax.ShapeDtypeStruct
     x, op, rows = step.x, paged_prefill.OP, step.num_prompts
-    if config.chunk is not None:
-        rows *= most_chunks(x.shape[0], config.chunk.size)
+    if config.used_chunk is not None:
+        rows *= most_chunks(x.shape[0], config.used_chunk.size)
     head = config.head_dim
     page_dtype = config.page_dtype or x.dtype
     pool = of((1, 16, config.num_kv_heads, head), page_dtype)
