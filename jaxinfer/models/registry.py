@@ -371,7 +371,7 @@ def _architecture(hf_config: Mapping[str, Any]) -> str:
     modules = dict(_MODULES)
     for name in names:
         if name in modules:
-            return dict(_OF_MODEL_TYPES).get((name, hf_config.get("model_type")), name)
+            return dict(_OF_MODEL_TYPES).get((name, str(hf_config.get("model_type"))), name)
     for name in names:
         if name in WRAPPERS:
             return _text_model(hf_config, name)

@@ -85,7 +85,6 @@ class AttentionConfig(BlockSpec):
     scale: float
     window: int | None = None
     chunk: Chunk | None = None
-    chunked: bool = True  # whether the context is longer than what a token sees of its chunks
     rope: RopeConfig | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -113,14 +112,8 @@ class AttentionConfig(BlockSpec):
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``. A context of no more chunks than a token sees needs none."""
-        rope = self.rope and self.rope.for_context(length)
-        chunked = self.chunk is not None and self.chunk.reach < length
-        return replace(self, rope=rope, chunked=chunked)
-
-    @property
-    def used_chunk(self) -> Chunk | None:
-        """The chunks of the context, None if a token sees all of it."""
-        return self.chunk if self.chunked else None
+        chunk = self.chunk and self.chunk.for_context(length)
+        return replace(self, rope=self.rope and self.rope.for_context(length), chunk=chunk)
 
     def share(self, devices: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -130,9 +123,7 @@ class AttentionConfig(BlockSpec):
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``."""
         pages = self.page_dtype or dtype
-        return keys_and_values(
-            self.num_kv_heads, self.head_dim, pages, self.window, self.used_chunk
-        )
+        return keys_and_values(self.num_kv_heads, self.head_dim, pages, self.window, self.chunk)
 
     def with_pages(self, dtype: jnp.dtype) -> AttentionConfig:
         """See ``MixerSpec``."""

@@ -12,6 +12,7 @@ from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models import build_model, known_architectures
 from jaxinfer.models.registry import decoder_config, text_config
 from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig
+from jaxinfer.nn.state import used_chunk
 from kit.tiny_models import NAMES, tiny_config
 
 # Falcon's published files do not have it; of the others transformers has another default.
@@ -365,7 +366,7 @@ def test_llama4s_chunks() -> None:
         model = build_model(config, "float32", length)
         assert model.config.lengths == (512, 512)
         mixers = [layer.mixer for layer in model.config.layers]
-        found = [mixer.used_chunk for mixer in mixers if isinstance(mixer, AttentionConfig)]
+        found = [used_chunk(mixer.chunk) for mixer in mixers if isinstance(mixer, AttentionConfig)]
         return [chunk and chunk.size for chunk in found]
 
     assert chunks(None) == [64, None]
