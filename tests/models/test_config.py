@@ -6,14 +6,15 @@ import sys
 import tracemalloc
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
-from jaxinfer.models import build_model, known_architectures
+from jaxinfer.models import build_model, forward, known_architectures
 from jaxinfer.models.registry import decoder_config, text_config
 from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig
 from jaxinfer.nn.state import used_chunk
-from kit.tiny_models import NAMES, tiny_config
+from kit.tiny_models import NAMES, random_params, tiny_config
 
 # Falcon's published files do not have it; of the others transformers has another default.
 HAS_DEFAULT = [
@@ -388,6 +389,13 @@ def test_a_sequence_may_be_longer_than_the_context(name: str) -> None:
     assert short.config != long.config
     assert short.for_tokens(500) == long
     assert long.for_tokens(500) is long and short.for_tokens(3) is short
+
+
+def test_the_rope_of_a_sequence_that_is_longer_than_the_context() -> None:
+    config = {**tiny_config("phimoe"), "max_position_embeddings": 512}
+    short, long = build_model(config, "float32", 4), build_model(config, "float32", 300)
+    tokens, params = jnp.arange(300) % 7, random_params(long)
+    assert jnp.array_equal(forward(short, params, tokens), forward(long, params, tokens))
 
 
 def test_files_that_transformers_saved_with_modules_of_another_architecture() -> None:
