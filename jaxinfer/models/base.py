@@ -68,6 +68,7 @@ class Model:
     ``hf_config`` is the config.json that ``config`` was read from. ``devices`` are those among
     which steps divide it: arrays and state are then those of all devices, in their order
     (``models.division``), where ``whole`` has them as functions of whole arrays need them.
+    ``context`` is the context length that ``config`` is for.
     """
 
     family: ModelFamily
@@ -77,6 +78,7 @@ class Model:
     arrangement: str | None = None
     hf_config: Mapping[str, Any] = field(default=MappingProxyType({}), compare=False, repr=False)
     devices: int = 1
+    context: int = 0
 
     def __repr__(self) -> str:
         """Architecture, layers and dtype; ``config`` has all options."""
@@ -96,6 +98,14 @@ class Model:
     def whole(self) -> Model:
         """The model for functions of whole arrays."""
         return self if self.devices == 1 else replace(self, devices=1)
+
+    def for_tokens(self, count: int) -> Model:
+        """The model for a sequence that may be longer than its context, on whose length some ropes
+        depend, as in transformers.
+        """
+        if count <= self.context:
+            return self
+        return replace(self, config=self.config.for_context(count), context=count)
 
     @cached_property
     def state(self) -> StateLayout:
@@ -291,10 +301,12 @@ def forward(
     same shape. Raises ``KeyError``, with the nearest names, for an unknown point.
 
     Under ``jax.jit``, ``model`` is static (``static_argnums=0``), and ``params`` should be an
-    argument: weights that a function closes over are compiled into it as constants. Raises
-    ``ArgumentError`` for tokens that are not such an array.
+    argument: weights that a function closes over are compiled into it as constants. A rope that
+    depends on the context is that of the sequence if this is longer than the model's context
+    length. Raises ``ArgumentError`` for tokens that are not such an array.
     """
     token_ids = checked_token_ids(token_ids, model.config)
+    model = model.for_tokens(token_ids.shape[0])
     taps, edit = _expanded(model, params, token_ids, names_of(taps), edit)
     points = Points(taps, edit)
     hidden, _ = hidden_states(model, params, token_ids, dense_context(token_ids.shape[0], points))

@@ -35,15 +35,17 @@ _NAMES = TensorNames(
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    config.get("layer_norm_eps")  # which transformers does not use
+    for unused in ("layer_norm_eps", "num_key_value_heads"):  # by transformers
+        config.get(unused)
     width, layers, positions = (
         hf.positive_int(config, key)
         for key in ("hidden_size", "num_hidden_layers", "max_position_embeddings")
     )
+    heads = hf.positive_int(config, "num_attention_heads")
     return plain_config(
         config,
         dtype,
-        sizes={},
+        sizes={"num_key_value_heads": heads},
         num_layers=layers,
         activation=hf.activation(config, "hidden_act", "gelu"),
         norm_eps=_NORM_EPS,

@@ -44,8 +44,9 @@ def neox_config(
     """
     width, heads = (hf.positive_int(config, key) for key in ("hidden_size", "num_attention_heads"))
     part = hf.positive_float(config, "rotary_pct", partial_rotary)
+    config.get("num_key_value_heads")  # which transformers does not use
     return gqa_config(
-        config,
+        hf.with_values(config, {"num_key_value_heads": heads}),
         dtype,
         rope=rope_config(config, width // heads, theta_key="rotary_emb_base", partial=part),
         gated=False,

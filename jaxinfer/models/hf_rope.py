@@ -172,6 +172,8 @@ def query_growth(config: HFConfig) -> tuple[HFConfig, QueryGrowth | None]:
     section = next((s for s in _sections(config).values() if s.get(_BETA) is not None), None)
     if section is None:
         return config, None
+    if section[_BETA] == 0:  # no growth
+        return _without(config, _BETA), None
     growth = QueryGrowth(positive_float(section, _BETA), positive_int(section, _ORIGINAL))
     return _without(config, _BETA), growth
 

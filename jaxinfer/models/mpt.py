@@ -51,13 +51,15 @@ _ONLY = (
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     for key, value in (
-        ("expansion_ratio", 4),
         ("norm_type", "low_precision_layernorm"),
         ("use_norm_bias", False),
     ):
         if config.get(key) is not None:
             hf.supported_only(config, key, value)
-    config.get("no_bias")  # a checkpoint with biases is refused by their names
+    # Not used by transformers: a checkpoint with biases is refused by their names, and one whose
+    # networks are not four times as wide by their shapes.
+    for unused in ("no_bias", "expansion_ratio"):
+        config.get(unused)
     section = _attention(config)
     width, heads, layers = (
         hf.positive_int(config, key) for key in ("d_model", "n_heads", "n_layers")

@@ -33,9 +33,9 @@ _NAMES = TensorNames(
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     heads = hf.positive_int(config, "num_attention_heads")
-    hf.supported_only(config, "num_key_value_heads", heads)
+    config.get("num_key_value_heads")  # which transformers does not use
     return gqa_config(
-        config,
+        hf.with_values(config, {"num_key_value_heads": heads}),
         dtype,
         qkv_bias=True,
         o_bias=True,

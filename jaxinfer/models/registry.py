@@ -234,6 +234,14 @@ _MODULES = (
     ("Step3VLForConditionalGeneration", "jaxinfer.models.step3"),
 )
 
+# Files that transformers saved again name the class whose modules it has for a model type, but have
+# the tensors' names of the published architecture.
+_OF_MODEL_TYPES = (
+    (("LlamaForCausalLM", "exaone"), "ExaoneForCausalLM"),
+    (("Glm4MoeForCausalLM", "sarvam_moe"), "SarvamMoEForCausalLM"),
+    (("DeepseekV3ForCausalLM", "sarvam_mla"), "SarvamMLAForCausalLM"),
+)
+
 
 def known_architectures() -> tuple[str, ...]:
     """The names that ``architectures`` in a config.json may hold."""
@@ -331,8 +339,9 @@ def build_model(
         config = replace(config, tie_word_embeddings=True)
     refuse_unread(keys, architecture)
     _check_sizes(config)
-    config = config.for_context(max_model_len or config.lengths[0])
-    return Model(family, architecture, config, hf_config=hf_config)
+    context = max_model_len or config.lengths[0]
+    own = config.for_context(context)
+    return Model(family, architecture, own, hf_config=hf_config, context=context)
 
 
 def _check_sizes(config: DecoderSpec) -> None:
@@ -368,7 +377,7 @@ def _architecture(hf_config: Mapping[str, Any]) -> str:
     modules = dict(_MODULES)
     for name in names:
         if name in modules:
-            return name
+            return dict(_OF_MODEL_TYPES).get((name, str(hf_config.get("model_type"))), name)
     for name in names:
         if name in WRAPPERS:
             return _text_model(hf_config, name)

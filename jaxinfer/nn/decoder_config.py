@@ -115,7 +115,7 @@ class AttentionConfig(BlockSpec):
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``. A context of no more chunks than a token sees needs none."""
-        chunk = self.chunk if self.chunk and self.chunk.reach < length else None
+        chunk = self.chunk and self.chunk.for_context(length)
         return replace(self, rope=self.rope and self.rope.for_context(length), chunk=chunk)
 
     def share(self, devices: int) -> AttentionConfig:

@@ -90,11 +90,21 @@ class Chunk(NamedTuple):
 
     size: int  # tokens
     back: int = 0  # the chunks before its own that a token sees, too
+    used: bool = True  # False: a token sees all of the context
 
     @property
     def reach(self) -> int:
         """The most tokens that a token sees, itself included."""
         return self.size * (self.back + 1)
+
+    def for_context(self, length: int) -> Chunk:
+        """The chunks of a context of this length."""
+        return self._replace(used=self.reach < length)
+
+
+def used_chunk(chunk: Chunk | None) -> Chunk | None:
+    """The chunks, None if there are none that limit what a token sees."""
+    return chunk if chunk is not None and chunk.used else None
 
 
 @dataclass(frozen=True)
@@ -178,8 +188,8 @@ def keys_and_values(
     if dtype == BITS:
         scales = (heads, jnp.dtype(jnp.float32), axes[:1])
         entries += tuple(Entry(name + SCALE, *scales) for name in ("k", "v"))
-    if chunk is not None:
-        return LayerState((PagedKind(entries, chunk.reach),), chunk=chunk.size)
+    if (used := used_chunk(chunk)) is not None:
+        return LayerState((PagedKind(entries, used.reach),), chunk=used.size)
     return LayerState((PagedKind(entries, window),))
 
 

@@ -119,9 +119,8 @@ def _arguments(calls: CallText, arguments: Mapping[str, Any]) -> str:
 def _tag(calls: CallText, key: str, value: Any) -> str:
     is_text = isinstance(value, str)
     begin = calls.argument_begin.replace(_NAME, key).replace(_STRING, str(is_text).lower())
-    return (
-        f"{begin}{value if is_text else json.dumps(value, ensure_ascii=False)}{calls.argument_end}"
-    )
+    end = calls.argument_end.replace(_NAME, key)
+    return f"{begin}{value if is_text else json.dumps(value, ensure_ascii=False)}{end}"
 
 
 def _pair_value(calls: CallText, value: Any) -> str:

@@ -134,6 +134,36 @@ def minimax_m2(message: Message) -> str:
     return _think(message) + "\n".join(filter(None, [message.content, section]))
 
 
+def minimax_m3(message: Message) -> str:
+    mark = "]<]minimax[>["
+
+    def element(name: str, value: Any) -> str:
+        return f"{mark}<{name}>{inner(value)}{mark}</{name}>"
+
+    def inner(value: Any) -> str:
+        if isinstance(value, dict):
+            return "".join(element(*one) for one in value.items())
+        if isinstance(value, list):
+            return "".join(element("item", one) for one in value)
+        return value if isinstance(value, str) else _json(value)
+
+    calls = [
+        f'{mark}<invoke name="{name}">\n'
+        + "".join(f"{element(*one)}\n" for one in arguments.items())
+        + f"{mark}</invoke>"
+        for name, arguments in message.calls
+    ]
+    section = "\n".join([f"{mark}<tool_call>", *calls, f"{mark}</tool_call>"]) if calls else ""
+    thoughts = f"<mm:think>{message.reasoning}</mm:think>" if message.reasoning else ""
+    return thoughts + "\n".join(filter(None, [message.content, section]))
+
+
+def pangu(message: Message) -> str:
+    thoughts = f"[unused16]{message.reasoning}[unused17]" if message.reasoning else ""
+    calls = _json([{"name": n, "arguments": a} for n, a in message.calls])
+    return thoughts + message.content + (f"[unused11]{calls}[unused12]" if message.calls else "")
+
+
 def cohere_command(message: Message) -> str:
     thoughts = f"<|START_THINKING|>{message.reasoning}<|END_THINKING|>" if message.reasoning else ""
     calls = ",\n    ".join(
@@ -236,6 +266,7 @@ WRITERS: dict[str, Callable[[Message], str]] = {
     for writer in (
         *(hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, deepseek_v31, kimi_k2),
         *(openai, gemma4, minimax, longcat, seed_oss, minimax_m2, step3, cohere_command, apertus),
+        *(minimax_m3, pangu),
     )
 }
 # an end of a call in each format, which must not end a call when it is within an argument
@@ -246,6 +277,8 @@ END_MARKS = {
     "qwen3_coder": "a </parameter> and </function>, <parameter=x> b",
     "seed_oss": "a </parameter> and </function>, <parameter=x> b",
     "minimax_m2": 'a </parameter> and </invoke>, <parameter name="x"> b',
+    "minimax_m3": "a ]<]minimax[>[</text> and ]<]minimax[>[</invoke> b",
+    "pangu": "a }][unused12] b",
     "step3": "a </steptml:parameter> and </steptml:invoke><｜tool_call_end｜> b",
     "cohere_command": "a }\n]<|END_ACTION|> b",
     "apertus": "a }]<|tools_suffix|> b",

@@ -110,7 +110,7 @@ def _tag(calls: CallText, key: str, value: Any) -> str:
     begin = calls.argument_begin.replace("{name}", key)
     begin = begin.replace("{string}", "true" if is_text else "false")
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return begin + text + calls.argument_end
+    return begin + text + calls.argument_end.replace("{name}", key)
 
 
 def _paired(calls: CallText, value: Any) -> str:

@@ -6,13 +6,15 @@ import sys
 import tracemalloc
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
-from jaxinfer.models import build_model, known_architectures
+from jaxinfer.models import build_model, forward, known_architectures
 from jaxinfer.models.registry import decoder_config, text_config
 from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig
-from kit.tiny_models import NAMES, tiny_config
+from jaxinfer.nn.state import used_chunk
+from kit.tiny_models import NAMES, random_params, tiny_config
 
 # Falcon's published files do not have it; of the others transformers has another default.
 HAS_DEFAULT = [
@@ -365,7 +367,7 @@ def test_llama4s_chunks() -> None:
         model = build_model(config, "float32", length)
         assert model.config.lengths == (512, 512)
         mixers = [layer.mixer for layer in model.config.layers]
-        found = [mixer.chunk for mixer in mixers if isinstance(mixer, AttentionConfig)]
+        found = [used_chunk(mixer.chunk) for mixer in mixers if isinstance(mixer, AttentionConfig)]
         return [chunk and chunk.size for chunk in found]
 
     assert chunks(None) == [64, None]
@@ -375,6 +377,32 @@ def test_llama4s_chunks() -> None:
     assert chunks(None, layer_types=kinds) == [None, 64]
     with pytest.raises(ConfigError, match="'chunked_attention', but 'attention_chunk_size' is nu"):
         chunks(None, layer_types=kinds, attention_chunk_size=None)
+
+
+@pytest.mark.parametrize("name", ["llama4", "phimoe", "deepseek_v32"])
+def test_a_sequence_may_be_longer_than_the_context(name: str) -> None:
+    """Of chunks, ropes and chosen tokens: as if it had been the context."""
+    config = {**tiny_config(name), "max_position_embeddings": 512}
+    if name == "llama4":
+        config["attention_chunk_size"] = 64
+    short, long = build_model(config, "float32", 4), build_model(config, "float32", 500)
+    assert short.config != long.config
+    assert short.for_tokens(500) == long
+    assert long.for_tokens(500) is long and short.for_tokens(3) is short
+
+
+def test_the_rope_of_a_sequence_that_is_longer_than_the_context() -> None:
+    config = {**tiny_config("phimoe"), "max_position_embeddings": 512}
+    short, long = build_model(config, "float32", 4), build_model(config, "float32", 300)
+    tokens, params = jnp.arange(300) % 7, random_params(long)
+    assert jnp.array_equal(forward(short, params, tokens), forward(long, params, tokens))
+
+
+def test_files_that_transformers_saved_with_modules_of_another_architecture() -> None:
+    names = {"architectures": ["LlamaForCausalLM"], "model_type": "exaone"}
+    saved = {**tiny_config("llama"), **names}
+    assert build_model(saved, "float32").family.name == "exaone"
+    assert build_model({**saved, "model_type": "llama"}, "float32").family.name == "llama"
 
 
 @pytest.mark.parametrize(("length", "scale"), [(256, 1.2), (257, 1.3)])
@@ -398,7 +426,10 @@ _SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings
             {"sliding_window": 16, "attention_bias": True, "tie_word_embeddings": True},
         ),
         ("jetmoe", {"num_attention_heads": 7}),
-        ("mpt", {"no_bias": False}),
+        ("mpt", {"no_bias": False, "expansion_ratio": 3}),
+        ("gpt_neox", {"num_key_value_heads": 2}),
+        ("biogpt", {"num_key_value_heads": 2}),
+        ("persimmon", {"num_key_value_heads": 2}),
         ("gemma4", {"num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 8}),
     ],
 )

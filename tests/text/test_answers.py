@@ -6,11 +6,13 @@ import codecs
 import json
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from jaxinfer.core.errors import ConfigError, TokenizerError
 from jaxinfer.server.api.tools import hidden_pattern
+from jaxinfer.text.answers.call_elements import element_value
 from jaxinfer.text.answers.formats import FORMATS, answer_format
 from jaxinfer.text.answers.parser import AnswerParser, Part
 from jaxinfer.text.answers.template import read_template
@@ -118,7 +120,7 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(name: str) -> None:
             "llama3_json",
         ),
         ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "hermes"),
-        ("<tool_call>\n<invoke name=f>", "generic"),  # MiniMax-M3's form, for one
+        ("<tool_call>\n<invoke name=f>", "generic"),
         ("{{ messages }}", "generic"),
     ],
 )
@@ -293,13 +295,47 @@ def test_thoughts_between_tokens_of_their_own(source: str, name: str, answer: st
 
 
 def test_the_thoughts_of_minimax_m3() -> None:
-    """Its template has other tags of thoughts; its calls are generic."""
-    source = "{{ '<mm:think>' }}{{ '</mm:think>' }}{% for tool in tools %}<tool_call>{% endfor %}"
+    """Its template has other tags of thoughts, and a mark before each tag."""
+    source = "{{ '<mm:think>' }}{{ '</mm:think>' }}{% set ns_token = ']<]minimax[>[' %}"
     for with_tools in (False, True):
         found = answer_format(source, with_tools=with_tools)
         assert found is not None and found.think_begin == "<mm:think>"
+        assert found.name == "minimax_m3" and found.has_calls
         parser = AnswerParser(found.template, "")
         assert texts_of(parser.feed("<mm:think>hm</mm:think>Hello"))[1] == "hm"
+
+
+def test_the_thoughts_of_openpangu() -> None:
+    """Its template shows none: it thinks if the mark is a token."""
+    source = "{{ '[unused9]助手：' + message['content'] + '[unused10]' }}"
+    found = answer_format(source, special_tokens=("[unused16]",))
+    assert found is not None and found.name == "pangu" and found.thinks
+    parser = AnswerParser(found.template, "[unused9]用户：Hi[unused10][unused9]助手：")
+    parts = parser.feed("[unused16]hm[unused17]Hello")
+    assert texts_of(parts + parser.finish())[:2] == ("Hello", "hm")
+    plain = answer_format(source)
+    assert plain is not None and not plain.has_reasoning and plain.has_calls
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"type": "array"}, "", []),
+        ({"type": "object"}, " ", {}),
+        ({"type": "array"}, "<*item>1<*/item>", [1]),
+        ({"type": "array", "items": {"type": "string"}}, "<*item>1<*/item>", ["1"]),
+        ({"type": "object"}, "<*a>1<*/a><*a>x<*/a>", {"a": [1, "x"]}),
+        ({"properties": {"item": {"type": "string"}}}, "<*item>1<*/item>", {"item": "1"}),
+        ({"items": {"type": "string"}}, "<*item><*b>1<*/b><*/item>", ["*<b>1*</b>"]),
+        (None, "<*a><*b>true<*/b><*/a>", {"a": {"b": True}}),
+        (None, "<*a>no end", "<*a>no end"),
+        ({"type": "string"}, "some <*a>tag<*/a>", "some <*a>tag<*/a>"),
+    ],
+)
+def test_the_values_of_elements(schema: Any, text: str, expected: Any) -> None:
+    assert element_value(text.replace("<*", "*<"), "*", schema, None) == (
+        expected.replace("<*", "*<") if isinstance(expected, str) else expected
+    )
 
 
 @pytest.mark.parametrize("parser", [None, "mistral", "mistral_v11"])

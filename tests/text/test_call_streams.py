@@ -16,7 +16,7 @@ from jaxinfer.text.answers.parser import AnswerParser, Content, Part, Reasoning
 from kit.answer_parts import calls_of, texts_of
 from kit.random_calls import Drawn, drawn, written
 
-NAMES = [name for name in FORMATS if name not in ("minimax_m3", "think")]  # which have no calls
+NAMES = [name for name in FORMATS if name != "think"]  # which have no calls
 # the text before a call ends with a line, where a call has no mark
 BEFORE = {"openai": "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"}
 

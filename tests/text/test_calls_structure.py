@@ -150,7 +150,7 @@ def test_random_texts_of_the_form_are_calls(
 
 
 def test_every_format_of_calls_is_enforced() -> None:
-    assert {*FORMATS} - {*ENFORCED} == {"minimax_m3", "think"}
+    assert {*FORMATS} - {*ENFORCED} == {"think"}
 
 
 @pytest.mark.parametrize("name", ENFORCED)

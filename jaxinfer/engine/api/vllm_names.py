@@ -1,6 +1,6 @@
 """vLLM's arguments that jaxinfer does not have, in groups with the sentence that their users get.
 
-The names are those of ``vllm serve`` 0.32 and of older versions whose scripts are still about. The
+The names are those of ``vllm serve`` 0.33 and of older versions whose scripts are still about. The
 module imports nothing of the engine, since the command line reads it at each start.
 """
 
@@ -45,7 +45,7 @@ WITHOUT_EFFECT = (
         """attention_backend attention_config mamba_backend mamba_ssu_algorithm moe_backend
         linear_backend sparse_indexer_topk_backend gdn_prefill_backend kda_prefill_backend
         kda_decode_backend kernel_config ir_op_priority enable_flashinfer_autotune
-        disable_cascade_attn kv_sharing_fast_prefill use_fp64_gumbel""",
+        disable_cascade_attn kv_sharing_fast_prefill use_fp64_gumbel monokernel""",
     ),
     Group(
         "every step is compiled before the first request",
@@ -63,7 +63,7 @@ WITHOUT_EFFECT = (
         "pages have BLAKE2 hashes and are kept until others need the memory",
         """prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit
         swa_bounded_replay disable_hybrid_kv_cache_manager enable_cumem_allocator
-        sleep_mode_offload_cudagraph enable_nccl_comm_suspend""",
+        sleep_mode_backend sleep_mode_offload_cudagraph enable_nccl_comm_suspend""",
     ),
     Group(
         "weights stay on the device",
@@ -219,6 +219,16 @@ UNSUPPORTED = (
     Group("streams have events of tokens alone; leave it out", "sse_keep_alive_interval", ("0",)),
     Group("Cohere's API is not served; use OpenAI's chats", "cohere_format", ("cmd4",)),
     Group("use chat_template_kwargs in a request", "anthropic_disabled_thinking_effort", ("auto",)),
+    Group(
+        "requests have the efforts that the chat template knows; use chat_template_kwargs there",
+        "reasoning_effort_map",
+        ("{}",),
+    ),
+    Group(
+        "stacks of a server that hangs are shown by a tool that attaches to it; leave it out",
+        "watchdog_config",
+        ("{}",),
+    ),
     Group(
         "a proxy before the server can do this; leave it out",
         "middleware enable_ssl_refresh ssl_ciphers",

@@ -29,7 +29,7 @@ from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, block_output, divided_rms_norm, linear
 from jaxinfer.nn.mixers import heads as on_heads
 from jaxinfer.nn.mixers.chunks import last_in_chunks, prompts_in_chunks
-from jaxinfer.nn.state import Chunk, LayerArrays
+from jaxinfer.nn.state import Chunk, LayerArrays, used_chunk
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
@@ -135,7 +135,7 @@ class Attention(nn.Module):
             qk_norm=QKNorm(norms, norm.eps),
             scale=c.scale,
             window=c.window,
-            chunk=c.chunk,
+            chunk=used_chunk(c.chunk),
             cap=c.cap,
             values=c.values,
             terms=HeadTerms(

@@ -26,6 +26,7 @@ from jaxinfer.nn.mixers.mamba_spec import MambaConfig
 from jaxinfer.nn.mixers.pooled_latent_spec import PooledLatentConfig
 from jaxinfer.nn.mixers.rg_lru_spec import RgLruConfig
 from jaxinfer.nn.mixers.rwkv_spec import SHIFT, ChannelMixConfig, TimeMixConfig
+from jaxinfer.nn.state import used_chunk
 from pallas_kernels.block_topk import api as block_topk
 from pallas_kernels.block_topk.ref import BlockTopkArgs
 from pallas_kernels.compressed_attention import api as compressed_attention
@@ -65,8 +66,8 @@ def attention_bytes(config: AttentionConfig, step: StepShape) -> int:
 def _prefill_bytes(config: AttentionConfig, step: StepShape, tokens: int) -> int:
     of: Any = jax.ShapeDtypeStruct
     x, op, rows = step.x, paged_prefill.OP, step.num_prompts
-    if config.chunk is not None:
-        rows *= most_chunks(x.shape[0], config.chunk.size)
+    if (chunk := used_chunk(config.chunk)) is not None:
+        rows *= most_chunks(x.shape[0], chunk.size)
     head = config.head_dim
     page_dtype = config.page_dtype or x.dtype
     pool = of((1, 16, config.num_kv_heads, head), page_dtype)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import regex
 
 from jaxinfer.text.answers.argument_types import is_plain_text, typed, types_of
+from jaxinfer.text.answers.call_elements import element_value
 from jaxinfer.text.answers.call_parts import (
     CallArguments,
     CallBegin,
@@ -190,11 +191,11 @@ def _unquoted(found: regex.Match[str]) -> Any:
 def tags(source: Source, name: str, args: Mapping[str, Any], schema: Any) -> Reading[None]:
     """Arguments as tags. ``args``: ``argument`` is the pattern of a tag before a value, with the
     groups ``key`` and, if it says whether the value is text, ``string``; ``value_end`` that after
-    the value, and ``call_end`` that after the last one. A model may leave out the last marks.
-    ``stray``: marks at the end of a value that can be no part of it, unless it is text.
+    the value, in which ``{key}`` stands for its key, and ``call_end`` that after the last one. A
+    model may leave out the last marks. ``stray``: marks at the end of a value that can be no part
+    of it, unless it is text. ``elements``: the mark before the tags of elements in values.
     """
     tag = regex.compile(f"(?:{args['argument']})|(?P<end>{args['call_end']})", regex.DOTALL)
-    value_end = regex.compile(args["value_end"], regex.DOTALL)
     stray = regex.compile(rf"(?:{args['stray']})\s*\Z") if "stray" in args else None
     arguments = _Arguments(name)
     yield from source.skip_space()
@@ -202,9 +203,14 @@ def tags(source: Source, name: str, args: Mapping[str, Any], schema: Any) -> Rea
     if found is None and not source.is_cut:
         raise ValueError("neither an argument nor the end follows the name")
     while found is not None and found["end"] is None:
-        is_text = found.groupdict().get("string") != "false"
+        is_text = found.groupdict().get("string") != "false" and "elements" not in args
+        key = regex.escape(found["key"])
+        value_end = regex.compile(args["value_end"].replace("{key}", key), regex.DOTALL)
         ends = yield from _tagged(
-            source, found["key"], value_end, arguments, schema, is_text=is_text, stray=stray
+            *(source, found["key"], value_end, arguments, schema),
+            is_text=is_text,
+            stray=stray,
+            elements=args.get("elements"),
         )
         if not ends and source.is_cut:
             found = None
@@ -222,6 +228,7 @@ def _tagged(
     *,
     is_text: bool,
     stray: regex.Pattern[str] | None,
+    elements: str | None,
 ) -> Reading[bool]:
     """One argument, whose tag has been read; False if the answer ends within it. ``is_text``: what
     the model says of it, which counts if the schema does not describe it. An empty value whose
@@ -238,6 +245,11 @@ def _tagged(
     if stray is not None:
         text = stray.sub("", text)
     types = types_of(described[key], schema) if key in described else ()
+    if elements is not None:
+        value = element_value(text, elements, described.get(key), schema)
+        yield from arguments.key(key)
+        yield CallArguments(argument_text(value))
+        return found is not None
     if types and not text.strip() and not {"string", "null"} & {*types}:
         return found is not None
     value = typed(text, described[key], schema) if key in described else _json_or_text(text)

@@ -32,7 +32,9 @@ FORMATS = (
         "seed_oss",
         "cohere_command",
         "apertus",
+        "minimax_m3",
         "minimax_m2",
+        "pangu",
         "step3",
         "qwen3_coder",
         "glm45",
@@ -42,7 +44,7 @@ FORMATS = (
         "llama3_json",
         "pythonic",
     ),
-    *("minimax_m3", "think"),
+    "think",
 )
 _NAMES = (*FORMATS, GENERIC)
 _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
@@ -50,7 +52,7 @@ _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
         **{"qwen3_xml": "qwen3_coder", "qwen": "hermes", "qwen3": "hermes", "qwen25": "hermes"},
         **{"llama4_pythonic": "pythonic", "gpt_oss": "openai", "harmony": "openai"},
         **{"llama4_json": "llama3_json", "llama3": "llama3_json", "glm47": "glm45"},
-        **{"minimax_m1": "minimax", "minimax_m3": GENERIC},
+        "minimax_m1": "minimax",
         **{"cohere_command3": "cohere_command", "cohere_command4": "cohere_command"},
     }
 )
@@ -69,7 +71,7 @@ _START = (
     r"<\|im_start\|>assistant\n|<｜Assistant｜>|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
     r"|<\|header_start\|>assistant<\|header_end\|>\n\n|\[/INST\]|<\|im_assistant\|>assistant"
     r"<\|im_middle\|>|<\|?turn>model\n|<start_of_turn>model\n|<\|assistant\|>\n?|<\|start\|>assistant"
-    r"|<seed:bos>assistant\n|\]~b\]ai\n|<\|CHATBOT_TOKEN\|>|<\|assistant_start\|>"
+    r"|<seed:bos>assistant\n|\]~b\]ai\n|<\|CHATBOT_TOKEN\|>|<\|assistant_start\|>|\[unused9\]助手："
 )
 
 

@@ -300,10 +300,12 @@ def _argument(
     }
     if is_text:  # the marks of arguments are in no text that the schema limits
         before, _, _ = calls.argument_begin.partition("{name}")
-        content["excludes"] = [before.strip(), calls.argument_end.strip()]
+        end, _, _ = calls.argument_end.partition("{name}")
+        content["excludes"] = [before.strip(), end.strip()]
     begin = calls.argument_begin.replace("{name}", name)
     begin = begin.replace("{string}", "true" if is_text else "false")
-    tag = {"type": "tag", "begin": begin, "content": content, "end": calls.argument_end}
+    end = calls.argument_end.replace("{name}", name)
+    tag = {"type": "tag", "begin": begin, "content": content, "end": end}
     return {
         "type": "tags_with_separator",
         "tags": [tag],
