@@ -48,7 +48,7 @@ _NORM_TENSORS = MappingProxyType(
         "none": (),
     }
 )
-_EPS_KEYS = MappingProxyType(
+_EPS_KEYS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("rms", "rms_plain", "rms_groups"), "rms_norm_eps")
 )  # others: layer_norm_eps
 # The parameters of a network with experts, of (path, start of tensor names, spec, width).
