@@ -6,7 +6,7 @@ Set in the environment before JAX is imported, so that commands started by a tes
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,13 +53,27 @@ settings.register_profile("nightly", max_examples=2000, deadline=None)
 settings.load_profile("ci")
 
 
+FORGET = pytest.StashKey[Callable[[], None]]()
+TESTS = pytest.StashKey[int]()  # that are done
+
+
 @pytest.fixture(scope="session", autouse=True)
-def each_module_is_compiled_once() -> Iterator[None]:
+def each_module_is_compiled_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Steps of the same tiny models are compiled for many tests, and compiling is the time."""
     from kit.compiled_once import compiled_once
 
-    with compiled_once():
+    with compiled_once() as forget_if_many:
+        request.config.stash[FORGET] = forget_if_many
         yield
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Executables are forgotten before there are too many for one process."""
+    stash = item.config.stash
+    stash[TESTS] = stash.get(TESTS, 0) + 1
+    if stash[TESTS] % 32 == 0 and FORGET in stash:
+        stash[FORGET]()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,13 +15,17 @@ import pytest
 
 from jaxinfer.engine.loop.late_compiles import COMPILE_EVENT
 
+# Linux gives a process 65,530 (vm.max_map_count). An executable has a dozen, and XLA's compiler
+# crashes where there are no more, which 550 tests of families reached.
+MANY_MAPS = 40_000
+
 
 @contextmanager
-def compiled_once() -> Iterator[None]:
+def compiled_once() -> Iterator[Callable[[], None]]:
     """Within the context, no module is compiled again with the same options.
 
     XLA would produce the same executable. A compilation is reported in each case, so that alarms
-    notice it.
+    notice it. The function that it gives forgets all executables if the process has many maps.
     """
     compile_original = jax.stages.Lowered.compile
     made: dict[Any, jax.stages.Compiled] = {}
@@ -43,6 +49,12 @@ def compiled_once() -> Iterator[None]:
             made[digest] = compile_original(self, compiler_options)
         return made[digest]
 
+    def forget_if_many() -> None:
+        if len(Path("/proc/self/maps").read_bytes().splitlines()) > MANY_MAPS:
+            made.clear()
+            jax.clear_caches()
+            gc.collect()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", compiled)
-        yield
+        yield forget_if_many

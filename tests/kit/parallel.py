@@ -30,7 +30,7 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.api.load import load
 from jaxinfer.exec.compile.fingerprint import of_machine
-from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.program import MAX_LAUNCHED_TOKENS, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.division import own_part
@@ -307,12 +307,13 @@ def lowered(folder: Path) -> None:
             text = program.trace(name).lower(lowering_platforms=("cuda",)).as_text()
             assert ("all_gather" in text) == (name != "admit"), name
     for impl in ("triton", "xla"):  # steps with prompts that NCCL interrupts are no CUDA graphs
-        limits = msgspec.structs.replace(tiny_limits(), buckets=(Bucket(4), Bucket(0, 64, 4)))
+        buckets = (Bucket(4), Bucket(0, 2 * MAX_LAUNCHED_TOKENS, 4), Bucket(0, 64, 4))
+        limits = msgspec.structs.replace(tiny_limits(), buckets=buckets)
         pins = Pins((("all_reduce", impl),))
         program = Program(divided, limits, "gpu", pins, placement)
         options = [program.compiler_options(bucket.name) for bucket in limits.buckets]
         graphs = ["xla_gpu_enable_command_buffer" not in own for own in options]
-        assert graphs == [True, impl == "triton"]
+        assert graphs == [True, impl == "triton", False]  # short prompts are launched
         kept = [own.get("xla_gpu_command_buffer_update_mode") == "SKIP_TEMP" for own in options]
         assert kept == graphs  # temporaries of graphs do not move
 
