@@ -17,7 +17,7 @@ from jaxinfer.engine.loop.late_compiles import COMPILE_EVENT
 
 # Linux gives a process 65,530 (vm.max_map_count). An executable has a dozen, and XLA's compiler
 # crashes where there are no more, which 550 tests of families reached.
-MANY_MAPS = 40_000
+MANY_MAPS = 56_000
 
 
 @contextmanager
