@@ -34,6 +34,7 @@ from jaxinfer.bench.figures import TITLES, details, table
 from jaxinfer.bench.folder import Folder, default_path, finished, now
 from jaxinfer.bench.monitor import Sample, answers_bar, missing_telemetry, summary, watched
 from jaxinfer.bench.offer import (
+    RETRY_SECONDS,
     Ended,
     Outcome,
     in_loop,
@@ -270,7 +271,7 @@ async def first_model(client: Client, seconds: float) -> str:
                 f"the server does not list its models ({answer.error}); start it, or name it with "
                 "--base-url"
             )
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(RETRY_SECONDS)
     try:
         return json.loads(answer.body)["data"][0]["id"]
     except (ValueError, LookupError, TypeError) as error:
@@ -280,8 +281,8 @@ async def first_model(client: Client, seconds: float) -> str:
 
 
 def _seconds_until(deadline: float) -> float:
-    """What a GET may take: no longer than others, nor than it has, but long enough for one try."""
-    return min(GET_SECONDS, max(0.5, deadline - time.monotonic()))
+    """Seconds for a GET: at most those of any and those left, but enough for one try."""
+    return min(GET_SECONDS, max(RETRY_SECONDS, deadline - time.monotonic()))
 
 
 def report_errors(outcome: Outcome) -> None:

@@ -91,7 +91,7 @@ class StubServer:
         return True
 
     async def _verbatim(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-        """What the field ``sends`` has, as the events of a stream."""
+        """Send the field ``sends`` as the events of a stream."""
         writer.write(EVENT_STREAM + chunk(body["sends"].encode()) + chunk(b""))
         return True
 

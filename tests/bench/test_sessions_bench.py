@@ -103,7 +103,7 @@ def test_messages_of_a_file_are_sent_as_they_are(tmp_path: Path) -> None:
     ],
 )
 def test_rows_of_one_turn(tmp_path: Path, row: dict[str, Any], says: str | None) -> None:
-    """Of AIPerf's and Mooncake's files, in which most keys are optional."""
+    """AIPerf's and Mooncake's files have rows in which most keys are absent."""
     path = written(tmp_path / "rows.jsonl", [row])
     assert has_sessions(path) == (says is not None)
     if says is None:

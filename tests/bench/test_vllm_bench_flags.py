@@ -129,7 +129,7 @@ def test_a_backend_of_chats_is_asked_for_chats(tmp_path: Path) -> None:
 
 
 def test_engines_are_compared_on_chats(tmp_path: Path) -> None:
-    """Of random prompts, which all engines get as the same texts."""
+    """The prompts are random, and all engines get them as the same texts."""
     write_tiny_tokenizer(tmp_path)
 
     async def run() -> tuple[int, StubServer]:

@@ -381,7 +381,7 @@ def test_llama4s_chunks() -> None:
 
 @pytest.mark.parametrize("name", ["llama4", "phimoe", "deepseek_v32"])
 def test_a_sequence_may_be_longer_than_the_context(name: str) -> None:
-    """Of chunks, ropes and chosen tokens: as if it had been the context."""
+    """Chunks, ropes and chosen tokens are those of a context of that length."""
     config = {**tiny_config(name), "max_position_embeddings": 512}
     if name == "llama4":
         config["attention_chunk_size"] = 64

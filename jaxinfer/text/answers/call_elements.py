@@ -15,7 +15,7 @@ _MOST_LEVELS = 64
 
 
 class Element(NamedTuple):
-    """What is within an element: its text, and the elements in it with their names."""
+    """The content of an element: its text, and the elements in it with their names."""
 
     text: str
     children: tuple[tuple[str, Element], ...] = ()
